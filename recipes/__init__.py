@@ -1,0 +1,1 @@
+"""One file per recipe; each has `run(config, folder) -> exit code`."""

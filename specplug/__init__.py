@@ -1,0 +1,58 @@
+"""Exact speculative decoding for generation code that already exists.
+
+import specplug
+plugin = specplug.attach(pipeline_or_model, draft="name-of-a-smaller-model")
+
+Importing this package imports neither torch nor transformers; the names below are loaded when first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attach": "specplug.plugin",
+    "detach": "specplug.plugin",
+    "SpeculativeProcessor": "specplug.plugin",
+    "attached": "specplug.plugin",
+    "pipeline": "specplug.pipelines",
+    "load": "specplug.config",
+    "Config": "specplug.config",
+    "ConfigError": "specplug.config",
+    "Stats": "specplug.stats",
+}
+_MODULES = ("theory", "verify")
+__all__ = [
+    "Config",
+    "ConfigError",
+    "SpeculativeProcessor",
+    "Stats",
+    "__version__",
+    "attach",
+    "attached",
+    "detach",
+    "load",
+    "pipeline",
+    "theory",
+    "verify",
+]
+
+if TYPE_CHECKING:
+    from specplug import theory, verify
+    from specplug.config import Config, ConfigError, load
+    from specplug.pipelines import pipeline
+    from specplug.plugin import SpeculativeProcessor, attach, attached, detach
+    from specplug.stats import Stats
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"specplug.{name}")
+    raise AttributeError(f"module 'specplug' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,60 @@
+"""The one console on stderr, the log handler and the progress bar that share it. Stdout stays free for the result."""
+
+import logging
+import sys
+import time
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+console = Console(stderr=True)
+PLAIN_SECONDS = 10.0  # without a terminal: a line this often at most
+
+
+class Handler(RichHandler):
+    """Named in conf/hydra/job_logging/stderr.yaml."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level, console=console, show_path=False, show_time=False, rich_tracebacks=False)
+
+
+class Bar:
+    """A bar with a free text beside it in a terminal, a plain line now and then elsewhere. Not reusable."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.rich: Progress | None = None
+        self.total, self.first, self.started, self.printed = 0, 0, 0.0, 0.0
+
+    def start(self, total: int, done: int = 0) -> "Bar":
+        self.total, self.first, self.started = total, done, time.perf_counter()
+        self.printed = self.started
+        if console.is_terminal:
+            self.rich = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=console,
+            )
+            self.rich.start()
+            self.task = self.rich.add_task(self.title, total=total, completed=done, text="")
+        return self
+
+    def advance(self, done: int, text: str = "") -> None:
+        if self.rich is not None:
+            self.rich.update(self.task, completed=done, text=text)
+            return
+        now = time.perf_counter()
+        if now - self.printed >= PLAIN_SECONDS or done == self.total:
+            self.printed = now
+            left = (now - self.started) / max(done - self.first, 1) * (self.total - done)
+            print(f"{self.title} {done}/{self.total}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        if self.rich is not None:
+            self.rich.stop()

@@ -1,0 +1,165 @@
+"""The `rounds` engine: our own decoding loop, round after round until a criterion stops it.
+
+Receives what transformers prepared for its own loop (`_sample`) and returns what that loop returns. Serves one sequence
+with a dynamic cache; `why_not_rounds` says why not, for everything else.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from specplug import cache as caches
+from specplug import warp
+from specplug.drafters import Drafter, Proposal, Request
+from specplug.round import Text, verify_at_once, verify_in_order
+from specplug.schedule import Schedule
+from specplug.stats import Stats
+from specplug.stopping import Stopping
+
+GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
+HANDLED = GROWING | {caches.NAME, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"}
+
+
+def why_not_rounds(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> str | None:
+    """None if this call comes out exactly as plain decoding would have it, else the reason."""
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is an encoder-decoder model"
+    if model._is_stateful:
+        return f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back"
+    if input_ids.shape[0] != 1:
+        return f"the batch has {input_ids.shape[0]} sequences, and one at a time is served"
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        return "the prompt is given as embeddings"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states were asked for"
+    if synced_gpus:
+        return "the call runs under synced_gpus"
+    unknown = sorted(key for key, value in model_kwargs.items() if key not in HANDLED and value is not None)
+    if unknown:
+        return f"the model is given further inputs ({', '.join(unknown)})"
+    return caches.why_not_croppable(caches.get_cache(model_kwargs))
+
+
+def decode(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    drafter: Drafter,
+    schedule: Schedule,
+    stats: Stats,
+    synchronize: bool = False,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
+
+    `synchronize`: wait for the device around forward passes so that the seconds in `stats` are right. Costs overlap.
+    """
+
+    def now() -> float:
+        if synchronize and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    do_sample = bool(generation_config.do_sample)
+    keep = bool(generation_config.return_dict_in_generate)
+    all_scores: tuple[Tensor, ...] | None = () if keep and generation_config.output_scores else None
+    all_logits: tuple[Tensor, ...] | None = () if keep and generation_config.output_logits else None
+    stopping = Stopping(stopping_criteria)
+    verify = verify_at_once if warp.all_pointwise(logits_processor) else verify_in_order
+    text = Text(input_ids)
+    hidden = _left_padding(input_ids, model_kwargs.get("attention_mask"))
+
+    # The prompt's pass, transformers' own: chunked prefill and a reused cache included.
+    started = now()
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    cache = caches.get_cache(model_kwargs)
+    stats.seconds_prefill += now() - started
+    stats.num_prefill_tokens += 1
+    started = now()
+
+    session = drafter.start(
+        Request(do_sample, warp.for_draft(logits_processor), outputs.logits.shape[-1], time_forward=synchronize)
+    )
+    nothing = Proposal(input_ids.new_empty((1, 0)), None)
+    proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
+    del outputs  # the prompt's logits can be large
+    caches.prepare_for_crop(cache)
+    first, stop = True, False
+    try:
+        while True:
+            num_accepted, rejected, num_tokens = 0, False, 0
+            for token, origin, scores in verify(proposal, logits, logits_processor, do_sample, text):
+                text.commit(token)
+                if all_scores is not None:
+                    all_scores += (scores,)
+                if all_logits is not None:
+                    all_logits += (logits[:, num_tokens].clone(),)
+                num_tokens += 1
+                num_accepted += origin == "accepted"
+                rejected = rejected or origin == "recovered"
+                stop = stopping.should_stop(text.ids, token, all_scores)
+                if streamer is not None:
+                    streamer.put(text.ids[:, -1].cpu())
+                if stop:
+                    break
+            num_drafts = proposal.tokens.shape[1]
+            if first:
+                stats.num_new_tokens += 1
+                first = False
+            else:
+                stats.count_round(num_drafts, num_accepted, rejected, num_tokens)
+                # The pass added one position for the last token and one per draft; each token committed keeps one.
+                caches.crop(cache, num_drafts + 1 - num_tokens)
+                session.observe(num_accepted)
+                model_kwargs = model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=num_tokens)
+            if stop:
+                break
+
+            room = stopping.room(text.ids.shape[1])
+            gamma = schedule.next_gamma() if room is None else min(schedule.next_gamma(), room - 1)
+            drafting = now()
+            proposal = session.propose(text.ids[:, hidden:], gamma) if gamma > 0 else nothing
+            stats.seconds_draft += now() - drafting
+            width = proposal.tokens.shape[1] + 1
+            inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)
+            forward = now()
+            outputs = model(**inputs, return_dict=True)
+            stats.seconds_target += now() - forward
+            logits = outputs.logits[:, -width:].float()  # (1, G + 1, V)
+    finally:
+        caches.finish(cache)
+        stats.seconds_rounds += now() - started
+        stats.num_draft_steps += session.num_steps
+        stats.seconds_draft_forward += session.seconds_forward
+    if streamer is not None:
+        streamer.end()
+    if not keep:
+        return text.ids
+    fields: dict[str, Any] = {"sequences": text.ids, "scores": all_scores, "logits": all_logits, caches.NAME: cache}
+    return GenerateDecoderOnlyOutput(**fields)
+
+
+def _target_inputs(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `forward` takes to score the last committed token and all drafts: the last `width` of the text."""
+    if width > 1:
+        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=width - 1)
+    if "logits_to_keep" in model_kwargs:
+        model_kwargs = {**model_kwargs, "logits_to_keep": width}
+    return model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
+
+
+def _left_padding(input_ids: Tensor, mask: Tensor | None) -> int:
+    """Leading positions of a prompt that are masked: nothing to draft from."""
+    if mask is None or mask.ndim != 2 or mask.shape[1] != input_ids.shape[1]:
+        return 0
+    return int(mask[0].long().cumsum(0).eq(0).sum())

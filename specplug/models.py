@@ -1,0 +1,179 @@
+"""Loading targets and drafts: a hub name, a folder, a GGUF file, or an embedded model; dtype, device, quantization.
+
+Knows nothing about drafting beyond whether two vocabularies fit.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from specplug.config import ConfigError, Draft, Model, QuantizationMethod
+from specplug.config import Drafter as DrafterKind
+from specplug.drafters import Drafter
+from specplug.drafters.lookup import LookupDrafter
+from specplug.drafters.model import ModelDrafter
+
+log = logging.getLogger(__name__)
+
+ASSETS = Path(__file__).parent / "assets"
+ASSET_PREFIX = "asset:"
+# Embeddings padded for the hardware: sizes are multiples of this, and differ by a few such steps at most.
+PADDING_MULTIPLE = 64
+PADDING_LIMIT = 0.02
+
+
+def load_target(config: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Raises ConfigError in one line if it cannot be had."""
+    return load_model(config, "target"), load_tokenizer(config, "target")
+
+
+def load_model(config: Model | Draft, role: str) -> PreTrainedModel:
+    """A model ready to generate, in eval mode. `role` is "target" or "draft", for messages."""
+    path, gguf_file = locate(config, role)
+    device = pick_device(config.device, role)
+    kwargs: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype.value),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.revision is not None:
+        kwargs["revision"] = config.revision
+    if config.attn_implementation is not None:
+        kwargs["attn_implementation"] = config.attn_implementation
+    quantization = quantization_config(config, role)
+    if quantization is not None:
+        kwargs |= {"quantization_config": quantization, "device_map": {"": device}}
+    if gguf_file is not None:
+        # Plain dense weights: always right, and the verdict on exactness then has no third party in it.
+        kwargs |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{role}.name_or_path={config.name_or_path}: cannot be loaded: {first_line(error)}"
+        ) from error
+    if quantization is None:
+        model = model.to(device)
+    return model.eval()
+
+
+def load_tokenizer(config: Model | Draft, role: str) -> PreTrainedTokenizerBase:
+    path, gguf_file = locate(config, role)
+    kwargs: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.revision is not None:
+        kwargs["revision"] = config.revision
+    if gguf_file is not None:
+        kwargs["gguf_file"] = gguf_file
+    try:
+        return AutoTokenizer.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"{role}.name_or_path={config.name_or_path}: has no usable tokenizer: {first_line(error)}"
+        ) from error
+
+
+def build_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any = None) -> Drafter:
+    """The drafter that a draft config names, checked against the target. Raises ConfigError if the two do not fit."""
+    if config.drafter is DrafterKind.lookup:
+        try:
+            return LookupDrafter(config.min_ngram, config.max_ngram)
+        except ValueError as error:
+            raise ConfigError(f"draft: {error}") from error
+    if config.name_or_path is None:
+        raise ConfigError(
+            "draft.name_or_path is not given; name a model or folder, or take draft=lookup, which needs none"
+        )
+    model = load_model(config, "draft")
+    tokenizer = load_tokenizer(config, "draft") if target_tokenizer is not None else None
+    check_pair(target, model, target_tokenizer, tokenizer)
+    return ModelDrafter(model)
+
+
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, target_tokenizer: Any = None, draft_tokenizer: Any = None
+) -> None:
+    """Raise ConfigError unless a token id means the same to both.
+
+    Sizes may differ by padding (151936 and 152064 for one tokenizer). Where both tokenizers are known they decide.
+    """
+    if draft is target:
+        raise ConfigError(
+            "draft is the target itself; it would cost more than it saves. Name a smaller or quantized one."
+        )
+    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    named = f"the target has {sizes[0]} tokens and the draft {sizes[1]}"
+    fix = "take a draft of the same family, or draft=lookup"
+    if target_tokenizer is not None and draft_tokenizer is not None:
+        if target_tokenizer.get_vocab() != draft_tokenizer.get_vocab():
+            raise ConfigError(
+                f"draft and target have different vocabularies: {named}, and their tokenizers differ; {fix}"
+            )
+        return
+    padded = all(size % PADDING_MULTIPLE == 0 for size in sizes) and max(sizes) - min(sizes) <= PADDING_LIMIT * max(
+        sizes
+    )
+    if sizes[0] != sizes[1] and not padded:
+        raise ConfigError(f"draft and target have different vocabularies: {named}; {fix}")
+
+
+def locate(config: Model | Draft, role: str) -> tuple[str, str | None]:
+    """What to hand to from_pretrained: a name or folder, and the name of a GGUF file in it."""
+    name = config.name_or_path or ""
+    if name.startswith(ASSET_PREFIX):
+        path = ASSETS / name.removeprefix(ASSET_PREFIX)
+        if not path.is_dir():
+            known = ", ".join(
+                ASSET_PREFIX + str(p.parent.relative_to(ASSETS)) for p in sorted(ASSETS.glob("*/*/config.json"))
+            )
+            raise ConfigError(f"{role}.name_or_path={name}: not an embedded model; there are {known}")
+        return str(path), None
+    if name.endswith(".gguf"):
+        if not os.path.isfile(name):
+            raise ConfigError(f"{role}.name_or_path={name}: no such file; give the path of a .gguf file")
+        return os.path.dirname(os.path.abspath(name)), os.path.basename(name)
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not os.path.isdir(os.path.expanduser(name)):
+        raise ConfigError(
+            f"{role}.name_or_path={name}: no such folder; give a folder, a hub name (org/name) or a .gguf file"
+        )
+    return os.path.expanduser(name), config.gguf_file
+
+
+def pick_device(device: str, role: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{role}.device={device}: {first_line(error)}; take auto, cpu or cuda:0") from error
+    return device
+
+
+def quantization_config(config: Model | Draft, role: str) -> BitsAndBytesConfig | None:
+    method = config.quantization.method
+    if method is QuantizationMethod.none:
+        return None
+    if config.gguf_file is not None or (config.name_or_path or "").endswith(".gguf"):
+        raise ConfigError(
+            f"{role}/quantization={method.name}: a GGUF file is quantized already; take quantization=none"
+        )
+    if method is QuantizationMethod.int8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=method.value, bnb_4bit_compute_dtype=getattr(torch, config.dtype.value)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,40 @@
+"""From a configuration to a text-generation pipeline with the plugin attached."""
+
+from typing import Any
+
+import transformers
+
+from specplug.config import Config, ConfigError, Drafter, load
+from specplug.models import load_target
+from specplug.plugin import SpeculativeProcessor, attach
+
+
+def pipeline(*overrides: str) -> transformers.Pipeline:
+    """`specplug.pipeline("pair=tiny")`: what `load` composes, as a pipeline that decodes speculatively.
+
+    Sampling values of the configuration become the pipeline's defaults. The plugin: `specplug.attached(pipe)`.
+    """
+    return pipeline_from(load(*overrides))[0]
+
+
+def pipeline_from(config: Config) -> tuple[transformers.Pipeline, SpeculativeProcessor]:
+    if config.draft.drafter is Drafter.none:
+        raise ConfigError("draft=none: there is nothing to draft with; name a draft, or take draft=lookup")
+    model, tokenizer = load_target(config.target)
+    defaults: Any = generate_arguments(config)
+    pipe = transformers.TextGenerationPipeline(model=model, tokenizer=tokenizer, **defaults)
+    return pipe, attach(pipe, config=config)
+
+
+def generate_arguments(config: Config) -> dict[str, Any]:
+    """Keyword arguments for `generate`. What is null in the configuration stays with the model's generation config."""
+    sampling = config.sampling
+    arguments: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": sampling.temperature > 0}
+    if sampling.repetition_penalty is not None:
+        arguments["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.temperature > 0:
+        arguments["temperature"] = sampling.temperature
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(sampling, name) is not None:
+                arguments[name] = getattr(sampling, name)
+    return arguments

@@ -1,0 +1,78 @@
+"""One round: verify a proposal against the target's logits and hand out its tokens one by one.
+
+Two ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
+look at one position alone. `verify_in_order` calls the processors once per token, on the accepted prefix, and goes on
+only when the caller asks for the next token: a processor or criterion that keeps state sees exactly what plain decoding
+shows it.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from specplug import warp
+from specplug.drafters import Proposal
+from specplug.verify import residual, sample, token_acceptance, verify_greedy, verify_token
+
+
+class Emitted(NamedTuple):
+    token: int
+    origin: Literal["accepted", "recovered", "bonus"]
+    scores: Tensor  # (1, V) processed
+
+
+class Text:
+    """The prompt and every token committed so far, (1, T)."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def commit(self, token: int) -> None:
+        self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+
+
+def verify_at_once(
+    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text
+) -> Iterator[Emitted]:
+    """`logits` is (1, G + 1, V) in fp32; every processor must be pointwise."""
+    scores = warp.process_at_once(processors, text.ids, logits)  # (1, G + 1, V)
+    if do_sample:
+        verified = verify_token(proposal.tokens, proposal.probs, warp.to_probs(scores))
+    else:
+        verified = verify_greedy(proposal.tokens, scores)
+    # The one host read of the round.
+    num_accepted, next_token, *drafts = torch.cat([*verified, proposal.tokens[0]]).tolist()
+    for i in range(num_accepted):
+        yield Emitted(drafts[i], "accepted", scores[:, i])
+    origin: Literal["recovered", "bonus"] = "bonus" if num_accepted == len(drafts) else "recovered"
+    yield Emitted(next_token, origin, scores[:, num_accepted])
+
+
+def verify_in_order(
+    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text
+) -> Iterator[Emitted]:
+    """Like `verify_at_once`, for any processors. The caller commits each token before it asks for the next."""
+    num_drafts = proposal.tokens.shape[1]
+    for i in range(num_drafts + 1):
+        # A copy: a processor may write into the logits it is given, as plain decoding lets it.
+        scores = warp.process(processors, text.ids, logits[:, i].clone())  # (1, V)
+        if i == num_drafts:
+            token = sample(warp.to_probs(scores)) if do_sample else scores.argmax(-1)
+            yield Emitted(int(token), "bonus", scores)
+            return
+        draft = proposal.tokens[:, i : i + 1]  # (1, 1)
+        if do_sample:
+            probs = warp.to_probs(scores)[:, None]  # (1, 1, V)
+            draft_probs = None if proposal.probs is None else proposal.probs[:, i : i + 1]
+            acceptance = token_acceptance(draft, draft_probs, probs)
+            accepted = bool(torch.rand_like(acceptance) < acceptance)
+            token = draft[0] if accepted else sample(residual(draft, draft_probs, probs)[:, 0])
+        else:
+            token = scores.argmax(-1)
+            accepted = bool(token == draft[0])
+        yield Emitted(int(token), "accepted" if accepted else "recovered", scores)
+        if not accepted:
+            return

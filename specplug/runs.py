@@ -1,0 +1,156 @@
+"""A run folder: config.json and environment.json, samples.jsonl flushed sample by sample, and going on with a run.
+
+Reports are made from these files alone, see report.py.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from specplug.config import Config, ConfigError, to_dict
+
+PACKAGES = ("specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets")
+MAY_DIFFER = {"resume", "recipe.limit"}  # a finished run may be taken further
+
+
+class Run:
+    """One folder. `done` holds the samples of an earlier, interrupted run by id."""
+
+    def __init__(self, folder: Path, config: Config, environment: dict[str, Any]) -> None:
+        self.folder, self.samples_file = folder, folder / "samples.jsonl"
+        begin(folder, config, environment)
+        self.done = {sample["id"]: sample for sample in read_samples(self.samples_file)}
+        drop_partial_line(self.samples_file)
+        self.samples = self.samples_file.open("a", encoding="utf-8")
+
+    def append(self, sample: dict[str, Any]) -> None:
+        """On disk when this returns: a kill later loses nothing."""
+        self.samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        self.samples.flush()
+        os.fsync(self.samples.fileno())
+        self.done[sample["id"]] = sample
+
+    def close(self) -> None:
+        self.samples.close()
+
+
+def begin(folder: Path, config: Config, environment: dict[str, Any]) -> None:
+    """Write down what is run and where; or, with `resume`, make sure that it is what was begun. Raises ConfigError."""
+    if config.resume is not None:
+        refuse_other_config(folder, config)
+    elif (folder / "config.json").exists():
+        raise ConfigError(f"{folder}: holds a run already; take resume={folder} or another hydra.run.dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", to_dict(config))
+        write_json(folder / "environment.json", environment)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written: {error.strerror}; choose another with hydra.run.dir=DIR"
+        ) from error
+
+
+def read_samples(file: Path) -> list[dict[str, Any]]:
+    """Whole lines only: a run killed while writing may leave half of one at the end."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def drop_partial_line(file: Path) -> None:
+    if file.exists():
+        whole = file.read_bytes().rpartition(b"\n")
+        with file.open("r+b") as samples:
+            samples.truncate(len(whole[0]) + len(whole[1]))
+
+
+def refuse_other_config(folder: Path, config: Config) -> None:
+    """Raise ConfigError that names every key by which this configuration is not the one the run began with."""
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"resume={folder}: holds no run to go on with (no readable config.json in it)") from error
+    before, now = flatten(saved), flatten(to_dict(config))
+    different = [
+        f"{key}={now.get(key)} (the run has {before.get(key)})"
+        for key in sorted(before.keys() | now.keys())
+        if key not in MAY_DIFFER and before.get(key) != now.get(key)
+    ]
+    if different:
+        raise ConfigError(f"resume={folder}: was begun with another configuration: {'; '.join(different)}")
+
+
+def flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{path}{key}.")
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Whole or not at all."""
+    partial = file.with_suffix(file.suffix + ".partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def describe_environment(device: str, dtype: str) -> dict[str, Any]:
+    """What a figure depends on besides the configuration."""
+    import torch
+
+    cuda = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return {
+        "device": cuda or f"{device} ({cpu_name()})",
+        "dtype": dtype,
+        "batch_size": 1,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: package_version(name) for name in PACKAGES},
+        "commit": git_commit(),
+        "command": ["specplug", *sys.argv[1:]],
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this package runs from, "+" if it was changed; None outside a checkout."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "runs.py") is None:  # installed inside somebody else's checkout
+        return None
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return commit and commit + ("+" if git("status", "--porcelain", "--", str(here)) else "")

@@ -1,0 +1,113 @@
+"""Counts, as whole numbers that can be added up; every rate is derived from them.
+
+Rates that have no data (nothing drafted, nothing generated) are None, never 0 and never NaN.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+@dataclass
+class Stats:
+    """Counts of one call, or of many added up. Field names follow vLLM's per-request statistics where it has them."""
+
+    num_calls: int = 0
+    num_new_tokens: int = 0
+    num_prefill_tokens: int = 0  # new tokens that came from the prompt's pass: one a call
+    num_rounds: int = 0  # target passes after the prompt's
+    num_draft_tokens: int = 0
+    num_accepted: int = 0  # drafts kept, the bonus token not among them
+    num_tested: int = 0  # accepted + 1 for each round that rejected
+    accepted: Counter[int] = field(default_factory=Counter)  # drafts kept in a round -> rounds
+    drafted: Counter[int] = field(default_factory=Counter)  # drafts made in a round -> rounds
+    seconds_prefill: float = 0.0
+    seconds_rounds: float = 0.0  # everything after the prompt's pass
+    seconds_target: float = 0.0  # of that, in the target's forward passes
+    seconds_draft: float = 0.0  # of that, drafting
+    seconds_draft_forward: float = 0.0  # of that, in the draft's forward passes
+    num_draft_steps: int = 0  # forward passes of the draft
+
+    def __add__(self, other: "Stats") -> "Stats":
+        return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
+
+    def count_round(self, num_drafted: int, num_accepted: int, rejected: bool, num_tokens: int) -> None:
+        """Add one round that drafted, kept and emitted so many tokens. `rejected`: a draft was tested and refused."""
+        self.num_rounds += 1
+        self.num_new_tokens += num_tokens
+        self.num_draft_tokens += num_drafted
+        self.num_accepted += num_accepted
+        self.num_tested += num_accepted + rejected
+        self.accepted[num_accepted] += 1
+        self.drafted[num_drafted] += 1
+
+    @property
+    def alpha(self) -> float | None:
+        """Accepted over tested: how probable it is that a draft token that is looked at is kept."""
+        return ratio(self.num_accepted, self.num_tested)
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted over drafted. Lower than alpha, since drafts after a rejection are never looked at."""
+        return ratio(self.num_accepted, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """New tokens per target pass, bonus included, the prompt's pass left out. Plain decoding has 1.0."""
+        return ratio(self.num_new_tokens - self.num_prefill_tokens, self.num_rounds)
+
+    @property
+    def mean_gamma(self) -> float | None:
+        return ratio(self.num_draft_tokens, self.num_rounds)
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Entry k: rounds that kept exactly k drafts."""
+        return [self.accepted[k] for k in range(max(self.accepted, default=-1) + 1)]
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry i: of the rounds that made more than i drafts, the share that kept at least i + 1."""
+        rates = []
+        for i in range(max(self.drafted, default=0)):
+            made = sum(rounds for drafts, rounds in self.drafted.items() if drafts > i)
+            kept = sum(rounds for drafts, rounds in self.accepted.items() if drafts > i)
+            rates.append(kept / made)
+        return rates
+
+    @property
+    def seconds_other(self) -> float:
+        """Of the rounds, the time outside the two models' forward passes: our overhead."""
+        return self.seconds_rounds - self.seconds_draft_forward - self.seconds_target
+
+    @property
+    def overhead(self) -> float | None:
+        return ratio(self.seconds_other, self.seconds_rounds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and rates, ready for JSON."""
+        counts = {each.name: getattr(self, each.name) for each in fields(Stats)}
+        for name in ("accepted", "drafted"):
+            counts[name] = {str(key): value for key, value in sorted(counts[name].items())}
+        rates = ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "overhead")
+        lists = ("acceptance_histogram", "acceptance_by_position")
+        return counts | {name: getattr(self, name) for name in (*rates, *lists)}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "Stats":
+        counts = {each.name: saved[each.name] for each in fields(Stats)}
+        for name in ("accepted", "drafted"):
+            counts[name] = Counter({int(key): value for key, value in counts[name].items()})
+        return cls(**counts)
+
+
+@dataclass
+class Call(Stats):
+    """The counts of one call, and how it was served."""
+
+    engine: str = "rounds"  # or "plain"
+    reason: str = ""  # why it was served so

@@ -1,0 +1,94 @@
+"""The accept rules and the residual. Pure tensors: no model, no configuration, no processors.
+
+Every distribution in here is processed already: logits after the caller's whole processor list, on the right prefix,
+then softmax; and `draft_probs` is the distribution the draft token was really drawn from.
+
+Words: an *accepted* token is a draft token that was kept; the *recovered* token replaces the first one rejected; the
+*bonus* token follows when all were kept.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Verified(NamedTuple):
+    num_accepted: Tensor  # (B,) how many draft tokens are kept, 0 to G
+    next_token: Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G
+
+
+def verify_greedy(draft_tokens: Tensor, target_scores: Tensor) -> Verified:
+    """Temperature 0: keep draft tokens while each is the target's argmax.
+
+    Args:
+        draft_tokens: (B, G) token ids.
+        target_scores: (B, G + 1, V) processed scores or probabilities of the target.
+    """
+    choices = target_scores.argmax(-1)  # (B, G + 1)
+    num_accepted = (draft_tokens == choices[:, :-1]).long().cumprod(-1).sum(-1)
+    return Verified(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
+
+
+def token_acceptance(draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor) -> Tensor:
+    """min(1, p(x) / q(x)) for each draft token x. Leviathan et al. 2022 (arXiv 2211.17192), section 2.3.
+
+    Args:
+        draft_tokens: (B, G) token ids.
+        draft_probs: (B, G, V) that the tokens were drawn from, or None for tokens that were not drawn (q(x) = 1).
+        target_probs: (B, G, V), or more positions, which are not read.
+    Returns:
+        (B, G) probabilities. A token that the target cannot say has 0, also where q(x) underflowed to 0.
+    """
+    num_drafts = draft_tokens.shape[1]
+    target = target_probs[:, :num_drafts].gather(-1, draft_tokens[..., None]).squeeze(-1)  # (B, G)
+    if draft_probs is None:
+        return target.clamp(max=1)
+    draft = draft_probs.gather(-1, draft_tokens[..., None]).squeeze(-1)  # (B, G)
+    # p / q without a division by zero: q = 0 where p > 0 can only be underflow, and then p / q is large.
+    return torch.where(
+        target >= draft, (target > 0).to(target), target / draft.clamp(min=torch.finfo(draft.dtype).tiny)
+    )
+
+
+def residual(draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor) -> Tensor:
+    """The distribution of the recovered token: norm(max(0, p - q)), where it is empty by rounding, p itself.
+
+    Shapes as in `token_acceptance`; returns (B, G, V). Source: Leviathan et al. 2022, section 2.3 and appendix A.1.
+    """
+    target = target_probs[:, : draft_tokens.shape[1]]
+    if draft_probs is None:  # q is one at the draft token: p with that token taken out
+        left = target.scatter(-1, draft_tokens[..., None], 0)
+    else:
+        left = (target - draft_probs).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    empty = total < torch.finfo(total.dtype).tiny
+    return torch.where(empty, target, left / torch.where(empty, torch.ones_like(total), total))
+
+
+def verify_token(
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, generator: torch.Generator | None = None
+) -> Verified:
+    """Speculative sampling: each draft token is kept with min(1, p/q), up to the first rejection.
+
+    The tokens that come out, accepted ones and the next one, have exactly the target's distribution.
+    Source: Leviathan et al. 2022, algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+
+    Args:
+        draft_tokens: (B, G) token ids; G may be 0.
+        draft_probs: (B, G, V) that the tokens were drawn from, or None for tokens that were not drawn.
+        target_probs: (B, G + 1, V).
+        generator: source of randomness; None is torch's global stream.
+    """
+    acceptance = token_acceptance(draft_tokens, draft_probs, target_probs)
+    # rand() is in [0, 1): a probability of 0 never passes, a probability of 1 always does.
+    uniform = torch.rand(acceptance.shape, dtype=acceptance.dtype, device=acceptance.device, generator=generator)
+    num_accepted = (uniform < acceptance).long().cumprod(-1).sum(-1)  # (B,)
+    choices = torch.cat([residual(draft_tokens, draft_probs, target_probs), target_probs[:, -1:]], dim=1)
+    chosen = choices[torch.arange(len(choices), device=choices.device), num_accepted]  # (B, V)
+    return Verified(num_accepted, sample(chosen, generator))
+
+
+def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token id per row of (B, V) probabilities, drawn as transformers draws it."""
+    return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)

@@ -1,0 +1,69 @@
+"""Tiny random models and the embedded pair. Nothing here needs a network."""
+
+import copy
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+torch.set_num_threads(1)
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+def make_model(kind: str = "llama", vocab_size: int = 64, layers: int = 2, seed: int = 0, **extra) -> PreTrainedModel:
+    """Weights wide enough that the argmax is clear and texts do not repeat at once."""
+    torch.manual_seed(seed)
+    special = dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    if kind == "gpt2":
+        shape = dict(n_embd=32, n_layer=layers, n_head=4, n_positions=256, vocab_size=vocab_size, initializer_range=0.3)
+        return GPT2LMHeadModel(GPT2Config(**shape, **special, **extra)).eval()
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**shape, sliding_window=8, **special, **extra)).eval()
+    return LlamaForCausalLM(LlamaConfig(**shape, **special, **extra)).eval()
+
+
+def noisy_copy(model: PreTrainedModel, scale: float = 0.03, seed: int = 1) -> PreTrainedModel:
+    """A draft that agrees with the model often but not always."""
+    torch.manual_seed(seed)
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weights in draft.parameters():
+            weights.add_(torch.randn_like(weights) * scale)
+    return draft
+
+
+def prompt(length: int = 7, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:
+    return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def llama_draft(llama) -> PreTrainedModel:
+    return noisy_copy(llama)
