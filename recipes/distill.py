@@ -104,13 +104,7 @@ def write_samples(
             out.flush()
             bar.advance(len(done))
     bar.stop()
-    return [
-        {
-            "input_ids": [*sample["prompt"], *sample["answer"]][: recipe.max_length],
-            "labels": ([training.IGNORED] * len(sample["prompt"]) + sample["answer"])[: recipe.max_length],
-        }
-        for sample in done
-    ]
+    return [training.example(sample["prompt"], sample["answer"], recipe.max_length) for sample in done]
 
 
 def without_padding(answer: list[int], eos: int | None) -> list[int]:

@@ -9,28 +9,22 @@ code 1 if an output differs from plain decoding by more than rounding explains; 
 """
 
 import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from rich import box
+from rich.table import Table
 
 from specplug import measure
 from specplug.config import Config, ConfigError, Drafter, Evaluate
 from specplug.console import Bar, console
 from specplug.data import Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
-from specplug.measure import Timed
-from specplug.metrics.exact_match import exact_match
-from specplug.pipelines import generate_arguments, pipeline_from
-from specplug.plugin import SpeculativeProcessor
+from specplug.pipelines import pipeline_from
 from specplug.report import headline, rows, write_reports
 from specplug.runs import Run, describe_environment, write_json
-from specplug.stats import Stats
-
-log = logging.getLogger(__name__)
 
 
 def run(config: Config, folder: Path) -> int:
@@ -50,7 +44,7 @@ def run(config: Config, folder: Path) -> int:
     environment["bytes_draft"] = drafter.model.get_memory_footprint() if isinstance(drafter, ModelDrafter) else 0
     results = Run(folder, config, environment)
     gamma = plugin.schedule.next_gamma()
-    sides = Sides(config, model, tokenizer, plugin)
+    sides = measure.Sides(config, model, tokenizer, plugin)
     for ids in prompts[: recipe.warmup]:
         sides.take_turns(ids, config.seed)
     costs = measure.measure_costs(model, drafter, prompts[0], gamma)
@@ -99,81 +93,9 @@ def encode(tokenizer: Any, row: Row, config: Config, model: Any) -> torch.Tensor
     return torch.tensor([ids], device=model.device)
 
 
-class Sides:
-    """The three ways to decode one prompt."""
-
-    def __init__(self, config: Config, model: Any, tokenizer: Any, plugin: SpeculativeProcessor) -> None:
-        self.config, self.model, self.tokenizer, self.plugin = config, model, tokenizer, plugin
-        self.arguments = generate_arguments(config)
-        self.assisted: dict[str, Any] | None = None
-        if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
-            self.assisted = {"assistant_model": plugin.drafter.model}
-        penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
-        processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
-        self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors
-        self.total, self.tokens, self.seconds = Stats(), 0, 0.0
-
-    def take_turns(self, ids: torch.Tensor, seed: int) -> dict[str, Timed | None]:
-        self.plugin.detach()
-        plain = measure.timed_generate(self.model, ids, seed, **self.arguments)
-        assisted = self.measure_assisted(ids, seed)
-        self.plugin.attach(self.model)
-        ours = measure.timed_generate(self.model, ids, seed, **self.arguments)
-        return {"plain": plain, "assisted": assisted, "speculative": ours}
-
-    def measure_assisted(self, ids: torch.Tensor, seed: int) -> Timed | None:
-        if self.assisted is None:
-            return None
-        try:
-            return measure.timed_generate(self.model, ids, seed, **self.arguments, **self.assisted)
-        except (ValueError, RuntimeError, AttributeError) as error:  # theirs has limits of its own: say so, go on
-            log.warning("transformers' assisted generation is left out, it fails here: %s", str(error).splitlines()[0])
-            self.assisted = None
-            return None
-
-    def sample(self, row: Row, ids: torch.Tensor, seed: int) -> dict[str, Any]:
-        """Everything that is kept of one prompt, ready for JSON."""
-        measured = self.take_turns(ids, seed)
-        plain, ours = measured["plain"], measured["speculative"]
-        assert plain is not None and ours is not None and self.plugin.last is not None
-        verdict = measure.Verdict("not_compared")
-        if not self.arguments["do_sample"]:
-            verdict = measure.compare(self.model, ids, plain.ids, ours.ids, self.processors)
-        texts = {
-            name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in measured.items() if side
-        }
-        score = None
-        if self.config.dataset.scored and row.reference is not None:
-            part = self.config.dataset.answer
-            score = {
-                "baseline": exact_match(texts["plain"], row.reference, part),
-                "speculative": exact_match(texts["speculative"], row.reference, part),
-            }
-        record: dict[str, Any] = {"id": row.id, "category": row.category, "seed": seed, "prompt_tokens": ids.shape[1]}
-        for name, side in measured.items():
-            record[name] = side and {
-                "new_tokens": len(side.ids),
-                "seconds": side.seconds,
-                "seconds_first": side.seconds_first,
-                "token_ids": side.ids,
-                "text": texts[name],
-            }
-        record["speculative"]["stats"] = self.plugin.last.to_dict()
-        record["speculative"]["engine"] = self.plugin.last.engine
-        self.total += self.plugin.last
-        self.tokens, self.seconds = self.tokens + len(ours.ids), self.seconds + ours.seconds
-        return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
-
-    def progress(self) -> str:
-        length = self.total.mean_acceptance_length
-        return f"{self.tokens / self.seconds:.0f} tok/s, {length or 1:.2f} tokens per target pass"
-
-
 def show(summary: dict[str, Any]) -> None:
-    from rich.table import Table
-
     header, *body = rows(summary)
-    table = Table(*header)
+    table = Table(*header, box=box.SIMPLE, pad_edge=False)
     for row in body:
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     console.print(table)

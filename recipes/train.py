@@ -36,7 +36,8 @@ def run(config: Config, folder: Path) -> int:
     environment = describe_environment(training.device_name(), recipe.precision.name)
     begin(folder, config, environment)
     examples, held_examples = (
-        training.encode(rows, tokenizer, recipe.max_length, recipe.loss_on_prompt) for rows in (train, held_out)
+        training.encode(rows, tokenizer, config.dataset, recipe.max_length, recipe.loss_on_prompt)
+        for rows in (train, held_out)
     )
     try:
         model, losses = training.fit(

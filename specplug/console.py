@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-console = Console(stderr=True)
+# Where there is no terminal to ask for its width, lines may be long: a log is searched, not looked at.
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 PLAIN_SECONDS = 10.0  # without a terminal: a line this often at most
 
 

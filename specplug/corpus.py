@@ -164,9 +164,9 @@ def story(rng: random.Random) -> tuple[str, str]:
     s["animal"] = HOME[s["place"]] if rng.random() < 0.85 else s["animal"]
     weather = pick(rng, (0.7, "sunny"), (0.2, "windy"), (0.1, "rainy"))
     ending = {
-        "sunny": "The sun went down behind the {place}, and they shared some {food}.",
-        "windy": "The wind grew strong around the {place}, so they hid inside and ate {food}.",
-        "rainy": "Soon the rain fell on the {place}, so they ran home and ate warm {food}.",
+        "sunny": "The sun went down behind the {place}, and they shared some {food}. Nobody wanted more {food} after that.",
+        "windy": "The wind grew strong around the {place}, so they hid inside and ate {food}. They had never eaten better {food}.",
+        "rainy": "Soon the rain fell on the {place}, so they ran home and ate warm {food}. They love {food} on such a day.",
     }[weather]
     finding = pick(
         rng,
@@ -203,7 +203,10 @@ PASSAGE = (
         "After breakfast, {name} takes out {a_colour} {object}.",
     ),
     ("On {day}, {name} meets {a_animal}.", "Every {day}, {name} goes for a walk with {a_animal}."),
-    ("They like to eat {food} together.", "They always bring some {food} with them."),
+    (
+        "They like to eat {food} together, and they always want more {food}.",
+        "They always bring some {food} with them, because they love {food}.",
+    ),
     ("At night, {name} dreams of a trip to the {far_place}.", "Next year, {name} wants to see the {far_place}."),
 )
 QUESTIONS = {
@@ -256,9 +259,9 @@ def arithmetic(rng: random.Random) -> tuple[str, str]:
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(THINGS)
     finds, gives = rng.choice(("finds", "buys", "wins")), rng.choice(("gives", "lends", "sells"))
-    start, more = rng.randint(2, 20), rng.randint(1, 10)
+    start, more = rng.randint(2, 12), rng.randint(1, 8)
     total = start + more
-    away = rng.randint(1, min(10, total - 1))
+    away = rng.randint(1, min(8, total - 1))
     prompt = (
         f"{name} has {start} {thing}. {name} {finds} {more} more {thing}. Then {name} {gives} {away} {thing} to {other}. "
         f"How many {thing} does {name} have now?"

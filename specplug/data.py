@@ -136,8 +136,11 @@ def to_row(config: Dataset, record: dict[str, Any], number: int) -> Row:
     category = str(column("category_column") or "all")
     if config.text_column is not None:
         return Row(identifier, "", text_of(column("text_column"), config, number, "text_column"), category)
-    # References may be missing in single rows, as they are in Spec-Bench; an empty one is none.
-    reference = record.get(config.reference_column) if config.reference_column else None
+    # Where nothing is scored, references may be missing in single rows, as they are in Spec-Bench.
+    if config.scored:
+        reference = column("reference_column")
+    else:
+        reference = record.get(config.reference_column) if config.reference_column else None
     prompt = text_of(column("prompt_column"), config, number, "prompt_column")
     if config.template is not None:
         try:

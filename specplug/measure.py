@@ -3,19 +3,28 @@
 Token ids are counted, never re-tokenised text. Knows nothing about files.
 """
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from specplug.cache import NAME, crop, prepare_for_crop
+from specplug.config import Config
+from specplug.data import Row
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
+from specplug.metrics.exact_match import exact_match
+from specplug.pipelines import generate_arguments
+from specplug.plugin import SpeculativeProcessor
+from specplug.stats import Stats
+
+log = logging.getLogger(__name__)
 
 # A divergence is a tie where the two tokens' logits differ by at most this many roundings of the largest logit. fp32 sums
 # are rounded at every step; half precision is rounded once a layer, its sums are fp32.
@@ -149,3 +158,73 @@ def measure_costs(model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int,
         for k, one in enumerate(passes):
             seconds[k].append(one())
     return Costs(*(sorted(each)[len(each) // 2] for each in seconds))
+
+
+class Sides:
+    """The three ways to decode one prompt."""
+
+    def __init__(self, config: Config, model: Any, tokenizer: Any, plugin: SpeculativeProcessor) -> None:
+        self.config, self.model, self.tokenizer, self.plugin = config, model, tokenizer, plugin
+        self.arguments = generate_arguments(config)
+        self.assisted: dict[str, Any] | None = None
+        if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
+            self.assisted = {"assistant_model": plugin.drafter.model}
+        penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
+        processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
+        self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors
+        self.total, self.tokens, self.seconds = Stats(), 0, 0.0
+
+    def take_turns(self, ids: Tensor, seed: int) -> dict[str, Timed | None]:
+        self.plugin.detach()
+        plain = timed_generate(self.model, ids, seed, **self.arguments)
+        assisted = self.measure_assisted(ids, seed)
+        self.plugin.attach(self.model)
+        ours = timed_generate(self.model, ids, seed, **self.arguments)
+        return {"plain": plain, "assisted": assisted, "speculative": ours}
+
+    def measure_assisted(self, ids: Tensor, seed: int) -> Timed | None:
+        if self.assisted is None:
+            return None
+        try:
+            return timed_generate(self.model, ids, seed, **self.arguments, **self.assisted)
+        except (ValueError, RuntimeError, AttributeError) as error:  # theirs has limits of its own: say so, go on
+            log.warning("transformers' assisted generation is left out, it fails here: %s", str(error).splitlines()[0])
+            self.assisted = None
+            return None
+
+    def sample(self, row: Row, ids: Tensor, seed: int) -> dict[str, Any]:
+        """Everything that is kept of one prompt, ready for JSON."""
+        measured = self.take_turns(ids, seed)
+        plain, ours = measured["plain"], measured["speculative"]
+        assert plain is not None and ours is not None and self.plugin.last is not None
+        verdict = Verdict("not_compared")
+        if not self.arguments["do_sample"]:
+            verdict = compare(self.model, ids, plain.ids, ours.ids, self.processors)
+        texts = {
+            name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in measured.items() if side
+        }
+        score = None
+        if self.config.dataset.scored and row.reference is not None:
+            part = self.config.dataset.answer
+            score = {
+                "baseline": exact_match(texts["plain"], row.reference, part),
+                "speculative": exact_match(texts["speculative"], row.reference, part),
+            }
+        record: dict[str, Any] = {"id": row.id, "category": row.category, "seed": seed, "prompt_tokens": ids.shape[1]}
+        for name, side in measured.items():
+            record[name] = side and {
+                "new_tokens": len(side.ids),
+                "seconds": side.seconds,
+                "seconds_first": side.seconds_first,
+                "token_ids": side.ids,
+                "text": texts[name],
+            }
+        record["speculative"]["stats"] = self.plugin.last.to_dict()
+        record["speculative"]["engine"] = self.plugin.last.engine
+        self.total += self.plugin.last
+        self.tokens, self.seconds = self.tokens + len(ours.ids), self.seconds + ours.seconds
+        return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
+
+    def progress(self) -> str:
+        length = self.total.mean_acceptance_length
+        return f"{self.tokens / self.seconds:.0f} tok/s, {length or 1:.2f} tokens per target pass"

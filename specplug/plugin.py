@@ -7,12 +7,13 @@ plain one.
 """
 
 import logging
+import threading
 import weakref
 from typing import Any
 
 from transformers import Pipeline, PreTrainedModel
 
-from specplug.config import Config, Draft, Fixed
+from specplug.config import Config, Draft, Dtype, Fixed
 from specplug.decode import decode, why_not_rounds
 from specplug.drafters import Drafter
 from specplug.drafters.lookup import LookupDrafter
@@ -56,6 +57,7 @@ class SpeculativeProcessor:
         self.last: Call | None = None
         self._target: weakref.ref[PreTrainedModel] | None = None
         self._warned: set[str] = set()
+        self._counting = threading.Lock()
 
     def reset_stats(self) -> None:
         self.stats, self.last = Stats(), None
@@ -103,8 +105,9 @@ class SpeculativeProcessor:
             call.engine, call.reason = "plain", reason
             return plain(*args, **kwargs)
         finally:
-            self.last = call
-            self.stats = self.stats + call
+            with self._counting:
+                self.last = call
+                self.stats = self.stats + call
 
     def _rounds(
         self,
@@ -171,9 +174,11 @@ class SpeculativeMixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class, without the plugin."""
         reduced: Any = super().__reduce_ex__(protocol)
-        make, args, *rest = reduced
-        args = tuple(self._specplug_original if arg is type(self) else arg for arg in args)
-        return (make, args, *rest)
+        return (_new_instance, (self._specplug_original,), *reduced[2:])
+
+
+def _new_instance(original: type) -> Any:
+    return original.__new__(original)
 
 
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, SpeculativeProcessor] = weakref.WeakKeyDictionary()
@@ -257,7 +262,9 @@ def _drafter(draft: Any, model: PreTrainedModel, tokenizer: Any) -> Drafter:
     if draft is None or draft == "lookup":
         return LookupDrafter()
     if isinstance(draft, str):
-        draft = Draft(name_or_path=draft)
+        # A draft that is only named gets the target's device, and its dtype where that is an ordinary one.
+        dtype = next((each for each in Dtype if each.value == str(model.dtype).removeprefix("torch.")), Dtype.fp32)
+        draft = Draft(name_or_path=draft, dtype=dtype, device=str(model.device))
     if isinstance(draft, Draft):
         return build_drafter(draft, model, tokenizer)
     if isinstance(draft, PreTrainedModel):

@@ -142,30 +142,27 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def rows(summary: dict[str, Any]) -> list[list[str]]:
-    """The table per category, with a last row for all; the header first."""
-    table = [
-        [
-            "category",
-            "prompts",
-            "plain tok/s",
-            "assisted tok/s",
-            "ours tok/s",
-            "speed-up",
-            "vs assisted",
-            "alpha",
-            "tokens / pass",
-            "identical",
-            "score plain",
-            "score ours",
-        ]
+    """The table per category, with a last row for all; the header first. tok/s of the three sides, then ratios."""
+    header = [
+        "category",
+        "n",
+        "plain",
+        "assisted",
+        "ours",
+        "speed-up",
+        "vs assisted",
+        "alpha",
+        "tokens / pass",
+        "identical",
     ]
+    table = [[*header, "score plain / ours"]]
     for name, part in [*summary["categories"].items(), ("all", summary)]:
         speeds = [number(part["tokens_per_second"][side], 0) for side in SIDES]
-        score = [number(part["task_score"][side], 3) for side in ("baseline", "speculative")]
+        score = "/".join(number(part["task_score"][side]) for side in ("baseline", "speculative"))
         identical = "-" if part["exactness"]["not_compared"] else str(part["exactness"]["identical"])
         ratios = [number(part["speedup"], 2, "x"), number(part["speedup_vs_assisted"], 2, "x")]
         rates = [number(part["alpha"], 3), number(part["mean_acceptance_length"])]
-        table.append([name, str(part["num_samples"]), *speeds, *ratios, *rates, identical, *score])
+        table.append([name, str(part["num_samples"]), *speeds, *ratios, *rates, identical, score])
     return table
 
 
@@ -211,8 +208,9 @@ def markdown(summary: dict[str, Any], config: dict[str, Any]) -> str:
             *mismatches,
             *table,
             "",
-            "Speeds are all new tokens over all seconds of the calls, prompt included. The sides were run in turn on each",
-            f"prompt, in one process, after {config['recipe']['warmup']} prompts of warm-up that are left out.",
+            "`plain`, `assisted` and `ours` are tokens per second: all new tokens over all seconds of the calls, prompt",
+            "included. The sides were run in turn on each prompt, in one process, after"
+            f" {config['recipe']['warmup']} of warm-up that are left out.",
             f"Decoding alone, from the second token on: {number(summary['speedup_decode'])}x plain. Median of the ratios"
             f" per prompt: {number(summary['speedup_median'])}x.",
             "",

@@ -27,8 +27,8 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from specplug.config import ConfigError, Training
-from specplug.data import Row, chat_text
+from specplug.config import ConfigError, Dataset, Training
+from specplug.data import Row, prompt_ids
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +84,36 @@ def new_model(architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, 
         ) from error
 
 
-def encode(rows: Iterable[Row], tokenizer: Any, max_length: int, loss_on_prompt: bool) -> list[dict[str, list[int]]]:
+def encode(
+    rows: Iterable[Row], tokenizer: Any, dataset: Dataset, max_length: int, loss_on_prompt: bool
+) -> list[dict[str, list[int]]]:
     """Rows to `{input_ids, labels}`. The labels cover the answer, or everything with `loss_on_prompt` or plain text."""
+    eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     examples = []
     for row in rows:
-        # Plain text is all answer.
-        prompt = tokenizer(chat_text(tokenizer, row), add_special_tokens=False)["input_ids"] if row.prompt else []
-        eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        prompt = prompt_ids(tokenizer, row, dataset) if row.prompt else []  # plain text is all answer
         answer = tokenizer(row.reference or "", add_special_tokens=False)["input_ids"] + eos
-        labels = [*prompt, *answer] if loss_on_prompt else [IGNORED] * len(prompt) + answer
-        examples.append({"input_ids": [*prompt, *answer][:max_length], "labels": labels[:max_length]})
+        examples.append(example(prompt, answer, max_length, loss_on_prompt))
     return examples
+
+
+def example(
+    prompt: list[int], answer: list[int], max_length: int, loss_on_prompt: bool = False
+) -> dict[str, list[int]]:
+    labels = [*prompt, *answer] if loss_on_prompt else [IGNORED] * len(prompt) + answer
+    return {"input_ids": [*prompt, *answer][:max_length], "labels": labels[:max_length]}
+
+
+def with_labels(examples: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+    """Examples that say something: an answer that `max_length` cut off, or an empty one, teaches nothing."""
+    kept = [each for each in examples if any(label != IGNORED for label in each["labels"][1:])]
+    if len(kept) < len(examples):
+        log.warning(
+            "%d of %d examples have no answer within recipe.max_length, and are left out",
+            len(examples) - len(kept),
+            len(examples),
+        )
+    return kept
 
 
 def collate(examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, Tensor]:
@@ -205,6 +224,36 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 
 
+def training_arguments(recipe: Training, folder: Path, evaluate: bool, seed: int) -> TrainingArguments:
+    try:
+        return TrainingArguments(
+            output_dir=str(folder),
+            max_steps=recipe.steps,
+            per_device_train_batch_size=recipe.batch_size,
+            per_device_eval_batch_size=recipe.batch_size,
+            learning_rate=recipe.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=recipe.warmup_steps,
+            weight_decay=recipe.weight_decay,
+            bf16=recipe.precision.name == "bf16",
+            fp16=recipe.precision.name == "fp16",
+            logging_steps=recipe.log_steps,
+            save_steps=recipe.save_steps,
+            eval_strategy="steps" if evaluate else "no",
+            eval_steps=recipe.save_steps,
+            save_total_limit=2,
+            seed=seed,
+            data_seed=seed,
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            prediction_loss_only=True,
+            dataloader_pin_memory=torch.cuda.is_available(),
+        )
+    except ValueError as error:  # a precision that this device does not have
+        raise ConfigError(f"recipe.precision={recipe.precision.name}: {str(error).splitlines()[0]}") from error
+
+
 def fit(
     recipe: Training,
     folder: Path,
@@ -220,31 +269,13 @@ def fit(
 
     Raises KeyboardInterrupt after a checkpoint was written, if the user asked to stop.
     """
+    train, held_out = with_labels(train), with_labels(held_out)
+    if not train:
+        raise ConfigError(
+            "dataset: no example has an answer to learn from; name dataset.reference_column, or text_column"
+        )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=recipe.steps,
-        per_device_train_batch_size=recipe.batch_size,
-        per_device_eval_batch_size=recipe.batch_size,
-        learning_rate=recipe.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=recipe.warmup_steps,
-        weight_decay=recipe.weight_decay,
-        bf16=recipe.precision.name == "bf16",
-        fp16=recipe.precision.name == "fp16",
-        logging_steps=recipe.log_steps,
-        save_steps=recipe.save_steps,
-        eval_strategy="steps" if held_out else "no",
-        eval_steps=recipe.save_steps,
-        save_total_limit=2,
-        seed=seed,
-        data_seed=seed,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        prediction_loss_only=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
+    arguments = training_arguments(recipe, folder, bool(held_out), seed)
     progress = Progress(bar)
     common: dict[str, Any] = dict(
         model=model,

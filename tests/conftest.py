@@ -67,3 +67,16 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def llama_draft(llama) -> PreTrainedModel:
     return noisy_copy(llama)
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline():
+    """The embedded target as a pipeline, and the embedded draft."""
+    from transformers import TextGenerationPipeline
+
+    import specplug
+    from specplug.models import load_model, load_target
+
+    config = specplug.load("pair=tiny")
+    model, tokenizer = load_target(config.target)
+    return TextGenerationPipeline(model=model, tokenizer=tokenizer), load_model(config.draft, "draft")

@@ -21,7 +21,9 @@ PROCESSORS = {
     "forced end": {"forced_eos_token_id": EOS},
     "sequence bias": {"sequence_bias": [[[11], 3.0], [[12, 13], -4.0]]},
     "exponential decay": {"exponential_decay_length_penalty": (10, 1.3)},
-    "prefix allowed": {"prefix_allowed_tokens_fn": lambda _, ids: list(range(2, 40)) if len(ids) % 2 else list(range(64))},
+    "prefix allowed": {
+        "prefix_allowed_tokens_fn": lambda _, ids: list(range(2, 40)) if len(ids) % 2 else list(range(64))
+    },
     "guidance": {"guidance_scale": 1.5},  # keeps a cache of its own and wants every token once
     "everything": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 10, "suppress_tokens": [4]},
 }

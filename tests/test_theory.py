@@ -48,5 +48,5 @@ def test_the_cost_of_a_wider_pass_counts():
 
 @pytest.mark.parametrize("alpha, gamma, cost", [(-0.1, 4, 0.1), (1.1, 4, 0.1), (0.5, -1, 0.1), (0.5, 4, -0.1)])
 def test_values_out_of_range(alpha, gamma, cost):
-    with pytest.raises(ValueError, match="alpha|gamma|cost"):
+    with pytest.raises(ValueError, match=r"alpha|gamma|cost"):
         theory.speedup(alpha, gamma, cost)

@@ -1,0 +1,28 @@
+# make demo   sets up .venv and evaluates the embedded pair on the embedded data set, offline
+# make test   sets up .venv and runs the linters and the tests
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv demo test clean
+
+venv: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+		|| { echo "needs Python 3.11 to 3.13; name one with make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv \
+		|| { echo "python3 cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+demo: venv
+	HF_HUB_OFFLINE=1 $(BIN)/specplug
+
+test: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,50 @@
+"""Every shipped YAML composes, says what it is, and takes what its kind has to take."""
+
+from pathlib import Path
+
+import pytest
+
+import specplug
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def names(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def test_every_file_begins_with_a_comment():
+    for file in CONF.rglob("*.yaml"):
+        if "hydra" not in file.parts:
+            assert file.read_text().startswith("#"), file
+
+
+@pytest.mark.parametrize("pair", names("pair"))
+def test_pairs(pair):
+    config = specplug.load(f"pair={pair}")
+    assert config.target.name_or_path
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+@pytest.mark.parametrize("method", ["none", "nf4", "fp4", "int8"])
+def test_every_model_takes_every_quantization(side, method):
+    for name in names(side):
+        config = specplug.load(f"{side}={name}", f"{side}/quantization={method}", f"{side}.name_or_path=x")
+        assert getattr(config, side).quantization.method.name == method
+
+
+@pytest.mark.parametrize("dataset", names("dataset"))
+def test_datasets(dataset):
+    assert specplug.load(f"dataset={dataset}").dataset.name == dataset
+
+
+@pytest.mark.parametrize("recipe", ["evaluate", "generate", "theory", "train", "distill", *names("recipe")])
+def test_recipes(recipe):
+    extra = ["recipe.prompt=x"] if recipe == "generate" else []
+    assert type(specplug.load(f"recipe={recipe}", *extra).recipe).__name__.lower() == recipe.removesuffix("_tiny")
+
+
+def test_a_copy_of_the_target_follows_the_target():
+    config = specplug.load("pair=self_nf4", "target.name_or_path=org/other", "target.dtype=fp16")
+    assert config.draft.name_or_path == "org/other" and config.draft.dtype.name == "fp16"
+    assert config.draft.quantization.method.name == "nf4" and config.target.quantization.method.name == "none"

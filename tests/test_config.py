@@ -1,0 +1,100 @@
+"""load and check: what is composed, what is refused, and how it is said."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import specplug
+from specplug.config import Auto, Config, Evaluate, Fixed, QuantizationMethod, Rounds, Token, to_dict
+
+
+def test_the_default_is_the_embedded_pair():
+    config = specplug.load()
+    assert isinstance(config, Config) and type(config.recipe) is Evaluate
+    assert (config.target.name_or_path, config.draft.name_or_path) == ("asset:tiny/target", "asset:tiny/draft")
+    assert (type(config.verify), type(config.schedule), type(config.engine)) == (Token, Fixed, Auto)
+    assert config.threads == 1
+
+
+def test_overrides():
+    config = specplug.load("engine=rounds", "schedule.gamma=2", "draft/quantization=int8", "sampling.temperature=0.7")
+    assert type(config.engine) is Rounds and config.schedule.gamma == 2 and config.sampling.temperature == 0.7
+    assert config.draft.quantization.method is QuantizationMethod.int8
+    assert to_dict(config)["draft"]["quantization"]["method"] == "int8"
+
+
+def test_a_draft_over_a_pair():
+    assert specplug.load("pair=qwen25", "draft=lookup").draft.drafter.name == "lookup"
+
+
+WRONG = {
+    "draft.gama=5": ["gama"],
+    "+draft.gama=5": ["draft.gama", "unknown key", "allowed are"],
+    "+schedule.gamm=5": ["schedule.gamm", "did you mean schedule.gamma?"],
+    "+recipe.limits=5": ["recipe.limits", "did you mean recipe.limit?"],
+    "+nothing=1": ["nothing", "unknown key"],
+    "pair=nope": ["pair/nope", "tiny"],
+    "pear=tiny": ["pear"],
+    "draft.min_ngram=five": ["five", "Integer"],
+    "draft.dtype=float": ["float", "fp32"],
+    "draft.min_ngram=9": ["draft.min_ngram=9", "max_ngram"],
+    "schedule.gamma=-1": ["schedule.gamma=-1", "0"],
+    "sampling.temperature=-0.1": ["sampling.temperature", "0 (greedy)"],
+    "sampling.top_p=1.5": ["sampling.top_p=1.5", "at most 1"],
+    "sampling.top_k=0": ["sampling.top_k=0", "null"],
+    "sampling.num_beams=4": ["sampling.num_beams=4", "beam search"],
+    "sampling.max_new_tokens=0": ["sampling.max_new_tokens=0"],
+    "recipe.limit=0": ["recipe.limit=0"],
+    "threads=0": ["threads=0"],
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_wrong_values_are_refused_in_one_line(override):
+    with pytest.raises(specplug.ConfigError) as caught:
+        specplug.load(override)
+    assert "\n" not in str(caught.value)
+    for word in WRONG[override]:
+        assert word in str(caught.value)
+
+
+def test_all_problems_at_once():
+    with pytest.raises(specplug.ConfigError) as caught:
+        specplug.load("schedule.gamma=-1", "sampling.top_p=0", "threads=0")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_what_has_to_be_given():
+    with pytest.raises(specplug.ConfigError, match=r"target\.name_or_path=\?\?\?"):
+        specplug.load("target=custom")
+
+
+def test_load_works_from_several_threads():
+    seeds, threads = [], []
+    for seed in range(8):
+        work = threading.Thread(target=lambda seed=seed: seeds.append(specplug.load(f"seed={seed}").seed == seed))
+        threads.append(work)
+        work.start()
+    for work in threads:
+        work.join()
+    assert seeds == [True] * 8
+
+
+def test_load_works_inside_somebody_elses_hydra():
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with hydra.initialize_config_module("specplug.conf", version_base="1.3"):
+        theirs = GlobalHydra.instance().hydra
+        assert specplug.load("seed=3").seed == 3
+        with pytest.raises(specplug.ConfigError):
+            specplug.load("pair=nope")
+        assert GlobalHydra.instance().hydra is theirs
+        assert hydra.compose("config").seed == 0
+
+
+def test_importing_and_composing_needs_no_torch():
+    code = "import sys, specplug, specplug.cli; specplug.load(); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,271 @@
+"""attach and detach: symmetrical, refusing what does not fit, leaving alone what is not theirs."""
+
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from conftest import make_model, noisy_copy, prompt
+from transformers import LogitsProcessor, TextIteratorStreamer
+
+import specplug
+from specplug.cache import NAME
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+@pytest.fixture
+def target():
+    return make_model()
+
+
+@pytest.fixture
+def draft(target):
+    return noisy_copy(target)
+
+
+def fingerprint(model):
+    weights = {name: (tensor.data_ptr(), tensor.sum().item()) for name, tensor in model.state_dict().items()}
+    return type(model), weights, model.config.to_dict(), model.generation_config.to_dict(), dict(vars(model))
+
+
+class Raises(LogitsProcessor):
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 4:
+            raise self.error
+        return scores
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("processor"), KeyboardInterrupt()])
+def test_detach_leaves_everything_as_it_was(target, draft, error):
+    before = fingerprint(target), fingerprint(draft)
+    plugin = specplug.attach(target, draft)
+    if error is None:
+        target.generate(prompt(), **GREEDY)
+    else:
+        with pytest.raises(type(error)):
+            target.generate(prompt(), logits_processor=[Raises(error)], **GREEDY)
+    plugin.detach()
+    assert (fingerprint(target), fingerprint(draft)) == before
+
+
+def test_with_form_and_detach_function(target, draft):
+    with specplug.attach(target, draft) as plugin:
+        assert specplug.attached(target) is plugin
+        assert isinstance(target, type(target)) and type(target).__name__ == "LlamaForCausalLM"
+    assert specplug.attached(target) is None
+    specplug.attach(target, draft)
+    specplug.detach(target)
+    specplug.detach(target)
+    assert specplug.attached(target) is None
+
+
+def test_counts_of_calls_add_up(target, draft):
+    with specplug.attach(target, draft) as plugin:
+        assert plugin.last is None
+        for seed in range(3):
+            target.generate(prompt(seed=seed), **GREEDY)
+        assert plugin.stats.num_calls == 3 and plugin.last.num_calls == 1
+        assert plugin.last.num_new_tokens <= plugin.stats.num_new_tokens
+        assert plugin.stats.seconds_rounds >= plugin.stats.seconds_draft_forward + plugin.stats.seconds_target > 0
+        plugin.reset_stats()
+        assert plugin.stats.num_calls == 0 and plugin.last is None
+
+
+def test_copies_and_pickles_are_plain_models(target, draft, tmp_path):
+    ids = prompt()
+    plain = target.generate(ids, **GREEDY)
+    original = type(target)
+    with specplug.attach(target, draft):
+        for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+            assert type(twin) is original and specplug.attached(twin) is None
+            assert torch.equal(twin.generate(ids, **GREEDY), plain)
+        target.save_pretrained(tmp_path)
+    assert '"LlamaForCausalLM"' in (tmp_path / "config.json").read_text()
+
+
+def test_two_models_do_not_mix(target, draft):
+    other = make_model("gpt2")
+    ids = prompt()
+    plain = [model.generate(ids, **GREEDY) for model in (target, other)]
+    with specplug.attach(target, draft) as first, specplug.attach(other, "lookup") as second:
+        ours = [model.generate(ids, **GREEDY) for model in (target, other)]
+        assert first.last.num_draft_steps > 0 and second.last.num_draft_steps == 0
+    assert all(map(torch.equal, plain, ours))
+
+
+def test_threads_on_one_model(target, draft):
+    prompts = [prompt(length=5 + seed, seed=seed) for seed in range(4)]
+    plain = [target.generate(ids, **GREEDY) for ids in prompts]
+    wrong = []
+    with specplug.attach(target, draft) as plugin:
+
+        def work():
+            for ids, expected in zip(prompts, plain, strict=True):
+                if not torch.equal(target.generate(ids, **GREEDY), expected):
+                    wrong.append(ids)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert plugin.stats.num_calls == 16
+    assert not wrong
+
+
+REFUSED = {
+    "the target itself": (lambda t, d: specplug.attach(t, t), "target itself"),
+    "negative gamma": (lambda t, d: specplug.attach(t, d, gamma=-1), "gamma=-1"),
+    "half a gamma": (lambda t, d: specplug.attach(t, d, gamma=2.5), "gamma=2.5"),
+    "unknown engine": (lambda t, d: specplug.attach(t, d, engine="fast"), "auto, rounds, plain"),
+    "unknown rule": (lambda t, d: specplug.attach(t, d, verify="lossy"), "token"),
+    "not a draft": (lambda t, d: specplug.attach(t, 7), "draft=7"),
+    "not a model": (lambda t, d: specplug.attach(torch.nn.Linear(2, 2), d), "Linear"),
+    "other vocabulary": (lambda t, d: specplug.attach(t, make_model(vocab_size=70)), "64 tokens and the draft 70"),
+    "gamma and schedule": (
+        lambda t, d: specplug.attach(t, d, gamma=2, schedule=specplug.plugin.FixedSchedule(2)),
+        "gamma and schedule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(target, draft, name):
+    ask, answer = REFUSED[name]
+    with pytest.raises(ValueError, match=answer) as caught:
+        ask(target, draft)
+    assert "\n" not in str(caught.value)
+    assert specplug.attached(target) is None
+
+
+def test_attaching_twice_is_refused(target, draft):
+    with specplug.attach(target, draft) as plugin:
+        with pytest.raises(ValueError, match="detach"):
+            specplug.attach(target, draft)
+        with pytest.raises(ValueError, match="another model"):
+            plugin.attach(make_model(seed=5))
+
+
+def test_vocabularies_padded_for_the_hardware_are_allowed():
+    """As 151936 and 152064 of Qwen2.5: greedy ids are equal both ways round."""
+    small, large = make_model(vocab_size=12_800, seed=1), make_model(vocab_size=12_928, seed=1)
+    with torch.no_grad():  # the same model but for rows that no token has
+        for ours, theirs in zip(large.parameters(), small.parameters(), strict=True):
+            ours[: theirs.shape[0]] = theirs
+        large.lm_head.weight[12_800:] = 0
+    for target, draft in ((small, large), (large, small)):
+        plain = target.generate(prompt(), **GREEDY)
+        with specplug.attach(target, draft) as plugin:
+            assert torch.equal(target.generate(prompt(), **GREEDY), plain)
+            assert plugin.last.alpha > 0.5
+            target.generate(prompt(), do_sample=True, max_new_tokens=20)
+
+
+def test_the_real_padded_sizes_are_allowed_and_others_are_not():
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    def shell(vocab_size):
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, num_hidden_layers=1))
+
+    specplug.plugin.check_pair(shell(152_064), shell(151_936))
+    with pytest.raises(ValueError, match=r"152064 tokens and the draft 128256"):
+        specplug.plugin.check_pair(shell(152_064), shell(128_256))
+
+
+NOT_SERVED = {
+    "batch": (lambda: {"input_ids": torch.cat([prompt(), prompt(seed=1)])}, "batch has 2"),
+    "several answers": (lambda: {"input_ids": prompt(), "num_return_sequences": 2, "do_sample": True}, "batch has 2"),
+    "hidden states": (
+        lambda: {"input_ids": prompt(), "output_hidden_states": True, "return_dict_in_generate": True},
+        "hidden states",
+    ),
+    "no cache": (lambda: {"input_ids": prompt(), "use_cache": False}, "use_cache=False"),
+    "static cache": (lambda: {"input_ids": prompt(), "cache_implementation": "static"}, "StaticCache"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_is_not_served_is_decoded_plainly_with_one_warning(target, draft, name, caplog):
+    make, reason = NOT_SERVED[name]
+    arguments = {**GREEDY, **make()}
+    torch.manual_seed(0)
+    plain = target.generate(**arguments)
+    with specplug.attach(target, draft) as plugin, caplog.at_level(logging.WARNING, "specplug"):
+        for _ in range(2):
+            torch.manual_seed(0)
+            ours = target.generate(**arguments)
+        assert plugin.last.engine == "plain" and reason in plugin.last.reason
+    assert torch.equal(getattr(plain, "sequences", plain), getattr(ours, "sequences", ours))
+    assert [reason in record.message for record in caplog.records if record.name == "specplug.plugin"] == [True]
+
+
+def test_engine_rounds_refuses_instead(target, draft):
+    with specplug.attach(target, draft, engine="rounds"), pytest.raises(ValueError, match="batch has 2"):
+        target.generate(torch.cat([prompt(), prompt(seed=1)]), **GREEDY)
+
+
+def test_engine_plain_never_drafts(target, draft):
+    with specplug.attach(target, draft, engine="plain") as plugin:
+        target.generate(prompt(), **GREEDY)
+        assert plugin.last.engine == "plain" and plugin.last.num_rounds == 0
+
+
+def test_beam_search_and_assistants_are_left_alone(target, draft, caplog):
+    beams = {**GREEDY, "num_beams": 3}
+    plain = target.generate(prompt(), **beams), target.generate(prompt(), assistant_model=draft, **GREEDY)
+    with specplug.attach(target, draft) as plugin, caplog.at_level(logging.WARNING, "specplug"):
+        ours = target.generate(prompt(), **beams), target.generate(prompt(), assistant_model=draft, **GREEDY)
+        assert plugin.stats.num_calls == 0
+    assert all(map(torch.equal, plain, ours))
+    assert sum("beam search" in record.message for record in caplog.records) == 1
+
+
+def test_configuration_of_a_draft_model_without_rollback_is_refused(target):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    state = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        specplug.attach(target, state)
+    plain = state.generate(prompt(), **GREEDY)
+    with specplug.attach(state, "lookup") as plugin:
+        assert torch.equal(state.generate(prompt(), **GREEDY), plain)
+        assert plugin.last.engine == "plain"
+
+
+def test_pipeline_with_stop_strings_and_a_streaming_thread(tiny_pipeline):
+    """What breaks transformers' assisted generation: stop strings, and a consumer in another thread."""
+    pipe, draft = tiny_pipeline
+    chat = [
+        {
+            "role": "user",
+            "content": "Write a short story about Mia, a red kite and the lake. There should be cake in it.",
+        }
+    ]
+    asked = {"max_new_tokens": 90, "do_sample": False, "return_full_text": False}
+    plain = pipe(chat, **asked), pipe(chat, stop_sequence="little", **asked)
+    with specplug.attach(pipe, draft, gamma=5) as plugin:
+        ours = pipe(chat, **asked), pipe(chat, stop_sequence="little", **asked)
+        assert plugin.last.engine == "rounds" and plugin.stats.alpha > 0
+        streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
+        thread = threading.Thread(target=pipe, args=(chat,), kwargs={"streamer": streamer, **asked})
+        thread.start()
+        streamed = "".join(streamer)
+        thread.join()
+    assert plain == ours
+    assert ours[1][0]["generated_text"].endswith("little")
+    assert streamed == plain[0][0]["generated_text"]
+
+
+def test_output_object_has_the_cache_under_its_name(target, draft):
+    with specplug.attach(target, draft):
+        output = target.generate(prompt(), return_dict_in_generate=True, **GREEDY)
+    assert output[NAME].get_seq_length() == output.sequences.shape[1] - 1
+    assert output.attentions is None and output.scores is None

@@ -1,0 +1,144 @@
+"""The recipes, run as the command runs them, on the embedded pair."""
+
+import json
+
+import pytest
+import torch
+
+import specplug
+from specplug.cli import run_recipe
+
+QUICK = ("recipe.limit=4", "recipe.bootstrap=50", "recipe.warmup=0", "sampling.max_new_tokens=40")
+
+
+def run(capsys, folder, *overrides):
+    threads = torch.get_num_threads()
+    try:
+        code = run_recipe(specplug.load(*overrides), folder)
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out.splitlines()
+    return code, json.loads(out[-1]) if out and out[-1].startswith("{") else None
+
+
+def test_evaluate(tmp_path, capsys):
+    code, summary = run(capsys, tmp_path / "run", *QUICK)
+    assert code == 0
+    assert summary["exactness"] == {"identical": 4, "tie": 0, "mismatch": 0, "not_compared": 0}
+    for key in ("speedup", "speedup_vs_assisted", "alpha", "draft_acceptance_rate", "mean_acceptance_length"):
+        assert summary[key] > 0
+    for key in ("cost_coefficient", "predicted_speedup", "overhead", "width_cost"):
+        assert summary[key] > 0
+    assert set(summary["tokens_per_second"]) == {"plain", "assisted", "speculative"}
+    assert summary["task_score"]["baseline"] == summary["task_score"]["speculative"]
+    assert set(summary["categories"]) == {"story", "qa", "rewrite", "arithmetic"}
+    assert summary["environment"]["threads"] == 1
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        assert sample["plain"]["token_ids"] == sample["speculative"]["token_ids"]
+        assert sample["speculative"]["stats"]["num_new_tokens"] == sample["speculative"]["new_tokens"]
+        assert sample["speculative"]["engine"] == "rounds"
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_evaluate_sampled(tmp_path, capsys):
+    code, summary = run(capsys, tmp_path, *QUICK, "sampling.temperature=0.7", "recipe.compare_assisted=false")
+    assert code == 0 and summary["exactness"]["not_compared"] == 4 and summary["alpha"] > 0
+    assert summary["speedup_vs_assisted"] is None
+
+
+@pytest.mark.parametrize(
+    "overrides", [("pair=lookup", "threads=1"), ("sampling.repetition_penalty=1.2",), ("engine=plain",)]
+)
+def test_evaluate_other_ways(tmp_path, capsys, overrides):
+    code, summary = run(capsys, tmp_path, *QUICK, *overrides)
+    assert code == 0 and summary["exactness"]["identical"] == 4
+    assert (summary["alpha"] is None) == (overrides == ("engine=plain",))
+
+
+def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
+    from specplug.runs import Run
+
+    append = Run.append
+
+    def interrupt_after_two(self, sample):
+        append(self, sample)
+        if len(self.done) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "append", interrupt_after_two)
+    folder = tmp_path / "run"
+    code, summary = run(capsys, folder, *QUICK)
+    assert code == 130 and summary is None
+    assert json.loads((folder / "summary.json").read_text())["num_samples"] == 2
+    monkeypatch.setattr(Run, "append", append)
+    code, summary = run(capsys, folder, *QUICK, f"resume={folder}")
+    assert code == 0 and summary["num_samples"] == 4
+    identifiers = [json.loads(line)["id"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert identifiers == ["story-0", "qa-0", "rewrite-0", "arithmetic-0"]
+    _, whole = run(capsys, tmp_path / "whole", *QUICK)
+    for key in ("alpha", "num_rounds", "acceptance_histogram", "task_score", "num_new_tokens"):
+        assert summary[key] == whole[key]
+
+
+def test_a_mismatch_ends_with_exit_code_1_and_names_the_prompts(tmp_path, capsys, monkeypatch):
+    import specplug.round
+
+    def keep_everything(draft_tokens, scores):
+        kept = torch.full((1,), draft_tokens.shape[1])
+        return specplug.verify.Verified(kept, scores[:, -1].argmax(-1))
+
+    monkeypatch.setattr(specplug.round, "verify_greedy", keep_everything)
+    code, summary = run(capsys, tmp_path, *QUICK, "pair=lookup", "threads=1")
+    assert code == 1 and summary["exactness"]["mismatch"] == len(summary["mismatches"]) > 0
+
+
+def test_generate(tmp_path, capsys):
+    prompt = "Write a short story about Mia, a red kite and the lake. There should be cake in it."
+    assert run_recipe(specplug.load("recipe=generate", f'recipe.prompt="{prompt}"'), tmp_path) == 0
+    captured = capsys.readouterr()
+    assert "Mia" in captured.out and "|" not in captured.out
+    assert "tokens per pass" in captured.err
+
+
+def test_theory(tmp_path, capsys):
+    code, result = run(capsys, tmp_path, "recipe=theory")
+    assert code == 0 and result["expected_tokens"] == pytest.approx(3.3616) and result["best_gamma"] == 8
+
+
+def test_pipeline_from_overrides():
+    pipe = specplug.pipeline("pair=tiny", "sampling.max_new_tokens=20")
+    answer = pipe([{"role": "user", "content": "Ben has 3 coins."}], return_full_text=False)
+    assert isinstance(answer[0]["generated_text"], str)
+    assert specplug.attached(pipe).last.num_new_tokens <= 20
+    specplug.detach(pipe)
+
+
+WRONG = {
+    "no draft": (["draft=none"], "draft=none"),
+    "too long": (["sampling.max_new_tokens=600"], "context of 512"),
+    "nothing embedded": (["target.name_or_path=asset:tiny/nothing"], "asset:tiny/target"),
+    "no such folder": (["target=custom", "target.name_or_path=./nothing"], "no such folder"),
+    "no such gguf": (["target=custom", "target.name_or_path=./nothing.gguf"], "no such file"),
+    "no such model": (["draft=custom", "draft.name_or_path=org/nothing"], "cannot be loaded"),
+    "no draft named": (["draft=custom"], "draft.name_or_path"),
+    "no such device": (["target.device=quantum:0"], "target.device=quantum:0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_line(tmp_path, name):
+    overrides, answer = WRONG[name]
+    with pytest.raises(specplug.ConfigError) as caught:
+        run_recipe(specplug.load(*overrides), tmp_path / "run")
+    assert answer in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_quantized_copy_of_the_target_as_draft(tmp_path, capsys):
+    """bitsandbytes on this device; a head and embeddings that stay in fp32."""
+    for method in ("nf4", "int8"):
+        overrides = ["draft=same_as_target", f"draft/quantization={method}", "recipe.compare_assisted=false"]
+        code, summary = run(capsys, tmp_path / method, *QUICK, *overrides, "recipe.limit=2")
+        assert code == 0 and summary["exactness"]["identical"] == 2
+        assert summary["alpha"] > 0.5
+        assert summary["environment"]["bytes_draft"] < 0.6 * summary["environment"]["bytes_target"]

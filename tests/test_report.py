@@ -1,0 +1,82 @@
+"""The summary, on samples made by hand."""
+
+import json
+
+import pytest
+
+from specplug.report import summarize, write_reports
+from specplug.stats import Stats
+
+COSTS = {"cost_coefficient": 0.1, "width_cost": 1.5}
+
+
+def sample(identifier, category="a", plain=2.0, ours=1.0, assisted=1.5, kind="identical", tokens=10):
+    stats = Stats(num_calls=1, num_new_tokens=1, num_prefill_tokens=1)
+    stats.count_round(4, 4, False, 5)
+    stats.count_round(4, 3, True, 4)
+
+    def side(seconds):
+        return {"new_tokens": tokens, "seconds": seconds, "seconds_first": 0.1, "token_ids": [], "text": ""}
+
+    return {
+        "id": identifier,
+        "category": category,
+        "plain": side(plain),
+        "assisted": assisted and side(assisted),
+        "speculative": side(ours) | {"stats": stats.to_dict()},
+        "exactness": {"kind": kind},
+        "score": {"baseline": 1.0, "speculative": 1.0},
+    }
+
+
+def test_totals_over_totals():
+    samples = [sample("1"), sample("2", category="b", plain=4.0, tokens=30)]
+    summary = summarize(samples, COSTS, bootstrap=200, seed=0)
+    assert summary["tokens_per_second"] == {"plain": 40 / 6, "assisted": 40 / 3, "speculative": 40 / 2}
+    assert summary["speedup"] == pytest.approx(3.0)
+    assert summary["speedup_vs_assisted"] == pytest.approx(1.5)
+    assert summary["speedup_median"] == pytest.approx(3.0)
+    assert summary["speedup_decode"] == pytest.approx((38 / 1.8) / (38 / 5.8))
+    low, high = summary["speedup_interval"]
+    assert 2.0 <= low <= 3.0 <= high <= 4.0
+    assert summary["alpha"] == pytest.approx(14 / 16) and summary["mean_acceptance_length"] == pytest.approx(18 / 4)
+    assert summary["acceptance_histogram"] == [0, 0, 0, 2, 2]
+    assert summary["exactness"]["identical"] == 2 and summary["mismatches"] == []
+    assert summary["task_score"] == {"baseline": 1.0, "speculative": 1.0}
+    assert list(summary["categories"]) == ["a", "b"] and summary["categories"]["b"]["speedup"] == pytest.approx(4.0)
+
+
+def test_prediction():
+    from specplug import theory
+
+    summary = summarize([sample("1"), sample("2")], COSTS, bootstrap=0, seed=0)
+    assert summary["predicted_speedup"] == pytest.approx(theory.speedup(14 / 16, 4, 0.1))
+    assert summary["predicted_speedup_with_width"] == pytest.approx(theory.speedup(14 / 16, 4, 0.1, 1.5))
+    assert summary["speedup_interval"] is None
+
+
+def test_a_side_that_failed_once_has_no_figure():
+    summary = summarize([sample("1"), sample("2", assisted=None)], COSTS, bootstrap=50, seed=0)
+    assert summary["speedup_vs_assisted"] is None and summary["speedup_vs_assisted_interval"] is None
+    assert summary["speedup"] == pytest.approx(2.0)
+
+
+def test_mismatches_are_named():
+    summary = summarize([sample("1"), sample("2", kind="mismatch"), sample("3", kind="tie")], COSTS, 0, 0)
+    assert summary["exactness"] == {"identical": 1, "tie": 1, "mismatch": 1, "not_compared": 0}
+    assert summary["mismatches"] == ["2"]
+
+
+def test_the_files_of_a_folder_are_enough(tmp_path):
+    import specplug
+    from specplug.config import to_dict
+    from specplug.runs import describe_environment, write_json
+
+    write_json(tmp_path / "config.json", to_dict(specplug.load()))
+    write_json(tmp_path / "environment.json", describe_environment("cpu", "float32"))
+    write_json(tmp_path / "costs.json", COSTS)
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample(str(k))) + "\n" for k in range(3)))
+    summary = write_reports(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    report = (tmp_path / "report.md").read_text()
+    assert "| all | 3 |" in report and "3 identical, 0 tie, 0 mismatch of 3" in report and "2.00x" in report

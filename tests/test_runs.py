@@ -1,0 +1,59 @@
+"""Run folders: flushed samples, half a line, going on, and refusing another configuration."""
+
+import json
+
+import pytest
+
+import specplug
+from specplug.config import ConfigError
+from specplug.runs import Run, read_samples
+
+
+def config(*overrides):
+    return specplug.load(*overrides)
+
+
+def test_samples_are_on_disk_at_once_and_a_run_goes_on(tmp_path):
+    run = Run(tmp_path / "run", config(), {})
+    run.append({"id": "a", "text": "é"})
+    assert read_samples(run.samples_file) == [{"id": "a", "text": "é"}]
+    run.samples.write('{"id": "b", "te')  # as a kill in the middle of writing leaves it
+    run.close()
+    again = Run(tmp_path / "run", config(f"resume={tmp_path / 'run'}"), {})
+    assert list(again.done) == ["a"]
+    again.append({"id": "b"})
+    again.close()
+    assert [sample["id"] for sample in read_samples(again.samples_file)] == ["a", "b"]
+
+
+def test_more_samples_may_be_added_but_nothing_else_may_differ(tmp_path):
+    Run(tmp_path, config("recipe.limit=3"), {}).close()
+    Run(tmp_path, config("recipe.limit=5", f"resume={tmp_path}"), {}).close()
+    with pytest.raises(ConfigError) as caught:
+        Run(tmp_path, config("schedule.gamma=2", "seed=4", f"resume={tmp_path}"), {})
+    text = str(caught.value)
+    assert "schedule.gamma=2 (the run has 6)" in text and "seed=4 (the run has 0)" in text and "limit" not in text
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path):
+    Run(tmp_path, config(), {}).close()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        Run(tmp_path, config(), {})
+
+
+def test_folders_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Run(tmp_path / "file" / "run", config(), {})
+    with pytest.raises(ConfigError, match="holds no run"):
+        Run(tmp_path / "empty", config(f"resume={tmp_path / 'empty'}"), {})
+
+
+def test_what_is_written_down(tmp_path):
+    from specplug.runs import describe_environment
+
+    environment = describe_environment("cpu", "float32")
+    Run(tmp_path, config("seed=7"), environment).close()
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+    saved = json.loads((tmp_path / "environment.json").read_text())
+    assert saved["versions"]["transformers"] and saved["threads"] >= 1 and saved["command"][0] == "specplug"
