@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specplug.recipes.train import split
 from transformers import AutoModelForCausalLM, set_seed
 
 from specplug import training
@@ -21,6 +20,7 @@ from specplug.config import Config, Distill
 from specplug.console import Bar, console
 from specplug.data import Row, prompt_ids
 from specplug.models import load_target
+from specplug.recipes.train import split
 from specplug.runs import begin, describe_environment, drop_partial_line, read_samples
 
 
@@ -33,7 +33,7 @@ def run(config: Config, folder: Path) -> int:
     if recipe.init is not None:
         draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init")
     else:
-        shape = {"vocab_size": target.config.get_text_config().vocab_size, **recipe.architecture}
+        shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
         draft = training.new_model(shape, tokenizer, recipe.max_length)
     environment = describe_environment(training.device_name(), recipe.precision.name)
     begin(folder, config, environment)
@@ -66,7 +66,7 @@ def run(config: Config, folder: Path) -> int:
         **{f"acceptance on {len(greedy)} held-out greedy texts, {name}": value for name, value in acceptance.items()},
     }
     card = training.model_card(f"Draft for {config.target.name_or_path}", facts, environment)
-    training.write_model(output, draft, tokenizer, card)
+    training.write_model(output, draft, tokenizer, card, getattr(torch, recipe.save_dtype.value))
     console.print(f"model: {output}")
     print(json.dumps(losses | acceptance | {"model": str(output), "parameters": draft.num_parameters()}))
     return 0

@@ -11,6 +11,7 @@ last checkpoint and comes to the same model.
 import json
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from specplug import training
@@ -55,7 +56,7 @@ def run(config: Config, folder: Path) -> int:
         **losses,
     }
     card = training.model_card(f"{model.config.model_type} trained on {config.dataset.name}", facts, environment)
-    training.write_model(output, model, tokenizer, card)
+    training.write_model(output, model, tokenizer, card, getattr(torch, recipe.save_dtype.value))
     console.print(f"model: {output}")
     print(json.dumps(losses | {"model": str(output), "parameters": model.num_parameters()}))
     return 0

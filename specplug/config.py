@@ -197,7 +197,7 @@ class Training(Recipe):
     """What training a target and distilling a draft have in common."""
 
     output: str | None = None
-    architecture: dict[str, Any] = field(default_factory=dict)
+    architecture: Any = None  # fields of a transformers configuration; Any, since Hydra closes dicts that are typed
     init: str | None = None
     steps: int = 1000
     batch_size: int = 8
@@ -209,6 +209,7 @@ class Training(Recipe):
     save_steps: int = 100
     log_steps: int = 20
     held_out: int = 100
+    save_dtype: Dtype = Dtype.fp32
 
 
 @dataclass
@@ -385,6 +386,11 @@ def check(config: Config) -> None:
         need(recipe.temperature > 0, "recipe.temperature", recipe.temperature, "must be above 0")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def readable(error: Exception) -> str:

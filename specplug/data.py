@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specplug import corpus
-from specplug.config import ConfigError, Dataset
+from specplug.config import ConfigError, Dataset, first_line
 
 ASSETS = Path(__file__).parent / "assets"
 ASSET_PREFIX = "asset:"
@@ -112,9 +112,8 @@ def stream_hub(config: Dataset) -> Iterator[dict[str, Any]]:
             config.hub, config.subset, split=config.split, revision=config.revision, streaming=True
         )
     except (OSError, ValueError, RuntimeError) as error:  # the library's own errors derive from these
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"dataset.hub={config.hub}: cannot be read: {first}; with a local copy use dataset.path=FILE"
+            f"dataset.hub={config.hub}: cannot be read: {first_line(error)}; with a local copy use dataset.path=FILE"
         ) from error
 
 

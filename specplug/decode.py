@@ -4,6 +4,7 @@ Receives what transformers prepared for its own loop (`_sample`) and returns wha
 with a dynamic cache; `why_not_rounds` says why not, for everything else.
 """
 
+import logging
 import time
 from typing import Any
 
@@ -14,11 +15,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from specplug import cache as caches
 from specplug import warp
+from specplug.config import first_line
 from specplug.drafters import Drafter, Proposal, Request
 from specplug.round import Text, verify_at_once, verify_in_order
 from specplug.schedule import Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
+
+log = logging.getLogger(__name__)
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
 HANDLED = GROWING | {caches.NAME, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"}
@@ -94,7 +98,7 @@ def decode(
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
     caches.prepare_for_crop(cache)
-    first, stop = True, False
+    first, stop, broken = True, False, False
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
@@ -128,7 +132,13 @@ def decode(
             room = stopping.room(text.ids.shape[1])
             gamma = schedule.next_gamma() if room is None else min(schedule.next_gamma(), room - 1)
             drafting = now()
-            proposal = session.propose(text.ids[:, hidden:], gamma) if gamma > 0 else nothing
+            proposal = nothing
+            if gamma > 0 and not broken:
+                try:
+                    proposal = session.propose(text.ids[:, hidden:], gamma)
+                except Exception as error:  # whatever it is: the text so far is right, and goes on without drafts
+                    broken = True
+                    log.warning("specplug: the draft failed, going on without it: %s", first_line(error))
             stats.seconds_draft += now() - drafting
             width = proposal.tokens.shape[1] + 1
             inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Rep
 from transformers.generation.streamers import BaseStreamer
 
 from specplug.cache import NAME, crop, prepare_for_crop
-from specplug.config import Config
+from specplug.config import Config, first_line
 from specplug.data import Row
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
@@ -188,7 +188,7 @@ class Sides:
         try:
             return timed_generate(self.model, ids, seed, **self.arguments, **self.assisted)
         except (ValueError, RuntimeError, AttributeError) as error:  # theirs has limits of its own: say so, go on
-            log.warning("transformers' assisted generation is left out, it fails here: %s", str(error).splitlines()[0])
+            log.warning("transformers' assisted generation is left out, it fails here: %s", first_line(error))
             self.assisted = None
             return None
 

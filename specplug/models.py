@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specplug.config import ConfigError, Draft, Model, QuantizationMethod
+from specplug.config import ConfigError, Draft, Model, QuantizationMethod, first_line
 from specplug.config import Drafter as DrafterKind
 from specplug.drafters import Drafter
 from specplug.drafters.lookup import LookupDrafter
@@ -172,8 +172,3 @@ def quantization_config(config: Model | Draft, role: str) -> BitsAndBytesConfig 
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type=method.value, bnb_4bit_compute_dtype=getattr(torch, config.dtype.value)
     )
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -177,7 +177,7 @@ class SpeculativeMixin:
         return (_new_instance, (self._specplug_original,), *reduced[2:])
 
 
-def _new_instance(original: type) -> Any:
+def _new_instance(original: Any) -> Any:
     return original.__new__(original)
 
 

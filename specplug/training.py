@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from specplug.config import ConfigError, Dataset, Training
+from specplug.config import ConfigError, Dataset, Training, first_line
 from specplug.data import Row, prompt_ids
 
 log = logging.getLogger(__name__)
@@ -69,18 +69,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return fast
 
 
-def new_model(architecture: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> PreTrainedModel:
+def new_model(
+    architecture: dict[str, Any] | None, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> PreTrainedModel:
     """A model with random weights from the fields of a transformers configuration."""
-    shape = dict(architecture)
-    model_type = shape.pop("model_type", "llama")
-    shape.setdefault("max_position_embeddings", max_length)
-    shape.setdefault("vocab_size", len(tokenizer))
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **special))
+        shape = {"max_position_embeddings": max_length, "vocab_size": len(tokenizer), **(architecture or {})}
+        config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape, **special)
+        return AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"recipe.architecture={architecture}: {error}. Give the fields of a transformers config."
+            f"recipe.architecture={architecture}: {first_line(error)}; give the fields of a transformers configuration"
         ) from error
 
 
@@ -251,7 +251,7 @@ def training_arguments(recipe: Training, folder: Path, evaluate: bool, seed: int
             dataloader_pin_memory=torch.cuda.is_available(),
         )
     except ValueError as error:  # a precision that this device does not have
-        raise ConfigError(f"recipe.precision={recipe.precision.name}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"recipe.precision={recipe.precision.name}: {first_line(error)}") from error
 
 
 def fit(
@@ -305,9 +305,12 @@ def fit(
     }
 
 
-def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str) -> None:
-    """safetensors, tokenizer and model card."""
-    model.save_pretrained(folder)
+def write_model(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, card: str, dtype: torch.dtype
+) -> None:
+    """safetensors in `dtype`, tokenizer and model card."""
+    stored: Any = model
+    stored.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -341,4 +344,4 @@ def loaded(auto: Any, name: str | None, key: str) -> Any:
     try:
         return auto.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={name}: cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{key}={name}: cannot be loaded: {first_line(error)}") from error

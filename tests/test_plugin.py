@@ -180,6 +180,30 @@ def test_the_real_padded_sizes_are_allowed_and_others_are_not():
         specplug.plugin.check_pair(shell(152_064), shell(128_256))
 
 
+def test_a_draft_that_fails_does_not_lose_the_text(target, draft, caplog):
+    from specplug.drafters.model import ModelDrafter, ModelSession
+
+    class Fails(ModelDrafter):
+        def start(self, request):
+            session = ModelSession(self, request)
+            propose, calls = session.propose, []
+
+            def propose_twice(ids, gamma):
+                calls.append(1)
+                if len(calls) == 3:
+                    raise MemoryError("out of memory\nand more")
+                return propose(ids, gamma)
+
+            session.propose = propose_twice
+            return session
+
+    plain = target.generate(prompt(), **GREEDY)
+    with specplug.attach(target, Fails(draft), gamma=2) as plugin, caplog.at_level(logging.WARNING, "specplug"):
+        assert torch.equal(target.generate(prompt(), **GREEDY), plain)
+        assert plugin.last.drafted[0] > 0
+    assert [record.message.endswith("without it: out of memory") for record in caplog.records] == [True]
+
+
 NOT_SERVED = {
     "batch": (lambda: {"input_ids": torch.cat([prompt(), prompt(seed=1)])}, "batch has 2"),
     "several answers": (lambda: {"input_ids": prompt(), "num_return_sequences": 2, "do_sample": True}, "batch has 2"),
