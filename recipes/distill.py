@@ -31,7 +31,7 @@ def run(config: Config, folder: Path) -> int:
     train, held_out = split(config, recipe.held_out)
     set_seed(config.seed)
     if recipe.init is not None:
-        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init")
+        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
     else:
         shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
         draft = training.new_model(shape, tokenizer, recipe.max_length)

@@ -31,7 +31,7 @@ def run(config: Config, folder: Path) -> int:
         tokenizer = training.train_tokenizer((text for row in train for text in texts(row)), recipe.vocab_size)
     set_seed(config.seed)
     if recipe.init is not None:
-        model = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init")
+        model = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
     else:
         model = training.new_model(recipe.architecture, tokenizer, recipe.max_length)
     environment = describe_environment(training.device_name(), recipe.precision.name)

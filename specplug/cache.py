@@ -19,6 +19,15 @@ def get_cache(outputs_or_kwargs: Mapping[str, Any]) -> Any:
     return outputs_or_kwargs.get(NAME)
 
 
+def new_draft_cache(config: Any) -> DynamicCache:
+    """An empty cache for several passes in a row that may all be taken back.
+
+    Before 5.24 a sliding-window layer could not record over more than one pass; a full layer with the window in the mask
+    gives the same at the cost of memory.
+    """
+    return DynamicCache(config=config) if NAME == "cache" else DynamicCache()
+
+
 def why_not_croppable(cache: Any) -> str | None:
     """None if the last positions of this cache can be taken back exactly, else the reason."""
     if cache is None:

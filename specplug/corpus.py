@@ -237,13 +237,10 @@ def qa(rng: random.Random) -> tuple[str, str]:
 
 CHANGEABLE = {
     "name": NAMES,
-    "animal": ANIMALS,
-    "place": PLACES,
     "object": OBJECTS,
     "colour": COLOURS,
     "food": FOODS,
     "day": DAYS,
-    "far_place": PLACES,
 }
 
 

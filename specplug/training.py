@@ -340,8 +340,8 @@ def device_name() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def loaded(auto: Any, name: str | None, key: str) -> Any:
+def loaded(auto: Any, name: str | None, key: str, **options: Any) -> Any:
     try:
-        return auto.from_pretrained(name)
+        return auto.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={name}: cannot be loaded: {first_line(error)}") from error

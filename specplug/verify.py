@@ -92,3 +92,12 @@ def verify_token(
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token id per row of (B, V) probabilities, drawn as transformers draws it."""
     return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
+
+
+def sample_draft(probs: Tensor) -> Tensor:
+    """One token id per row, (B, V) -> (B,), by an exponential race: argmax of p / e has the distribution p.
+
+    What `torch.multinomial` does, without its checks, which cost more than a small draft's arithmetic and wait for the
+    device. For drafts alone: the target's own draws are made as transformers makes them.
+    """
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)

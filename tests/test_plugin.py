@@ -274,9 +274,9 @@ def test_pipeline_with_stop_strings_and_a_streaming_thread(tiny_pipeline):
         }
     ]
     asked = {"max_new_tokens": 90, "do_sample": False, "return_full_text": False}
-    plain = pipe(chat, **asked), pipe(chat, stop_sequence="little", **asked)
+    plain = pipe(chat, **asked), pipe(chat, stop_strings=["little"], tokenizer=pipe.tokenizer, **asked)
     with specplug.attach(pipe, draft, gamma=5) as plugin:
-        ours = pipe(chat, **asked), pipe(chat, stop_sequence="little", **asked)
+        ours = pipe(chat, **asked), pipe(chat, stop_strings=["little"], tokenizer=pipe.tokenizer, **asked)
         assert plugin.last.engine == "rounds" and plugin.stats.alpha > 0
         streamer = TextIteratorStreamer(pipe.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=60)
         thread = threading.Thread(target=pipe, args=(chat,), kwargs={"streamer": streamer, **asked})

@@ -212,3 +212,13 @@ def test_greedy_rule():
     verified = verify.verify_greedy(torch.tensor([[1, 2], [1, 0]]), scores)
     assert verified.num_accepted.tolist() == [2, 1]
     assert verified.next_token.tolist() == [3, 2]
+
+
+def test_drafts_are_drawn_from_their_distribution():
+    """Chi-square over 20,000 draws, a token of probability 0 among them. False alarm below 1e-6."""
+    torch.manual_seed(0)
+    probs = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.10])
+    seen = torch.bincount(verify.sample_draft(probs.expand(20_000, 5)), minlength=5).double()
+    assert seen[2] == 0
+    possible = probs > 0
+    assert chisquare(seen[possible], probs[possible].double() / probs[possible].double().sum() * 20_000).pvalue > 1e-6

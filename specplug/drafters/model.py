@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specplug import warp
-from specplug.cache import NAME, crop, prepare_for_crop, why_not_croppable
+from specplug.cache import NAME, crop, new_draft_cache, prepare_for_crop, why_not_croppable
 from specplug.drafters import Proposal, Request
-from specplug.verify import sample
+from specplug.verify import sample_draft
 
 
 class ModelDrafter:
@@ -21,7 +21,7 @@ class ModelDrafter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        reason = why_not_croppable(DynamicCache(config=model.config))
+        reason = why_not_croppable(new_draft_cache(model.config))
         if model._is_stateful or reason:
             raise ValueError(
                 f"the draft {type(model).__name__} cannot be rolled back after a rejection"
@@ -54,7 +54,7 @@ class ModelSession:
             scores = warp.process(self.request.processors, text, self._forward(text[:, self.num_cached :]))
             if self.request.do_sample:
                 probs.append(warp.to_probs(scores))
-                token = sample(probs[-1])
+                token = sample_draft(probs[-1])
             else:
                 token = scores.argmax(-1)
             tokens.append(token)
@@ -76,9 +76,9 @@ class ModelSession:
     def _forward(self, new: Tensor) -> Tensor:
         """Feed new tokens (1, N); returns fp32 logits of the next token, (1, V) with V of the target."""
         if self.cache is None:
-            self.cache = DynamicCache(config=self.model.config)
+            self.cache = new_draft_cache(self.model.config)
         started = self._now()
-        with torch.no_grad():
+        with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
             outputs = self.model(input_ids=new, use_cache=True, return_dict=True, **{NAME: self.cache})
         self.seconds_forward += self._now() - started
         self.num_steps += 1
