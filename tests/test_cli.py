@@ -71,7 +71,7 @@ def test_resume_alone_takes_the_overrides_of_the_run(tmp_path):
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout.splitlines()[-1])["num_samples"] == 1
     other = specplug_command("resume=run", *quick, "schedule.gamma=2", cwd=tmp_path)
-    assert other.returncode == 1 and "schedule.gamma=2 (the run has 6)" in other.stderr
+    assert other.returncode == 1 and "schedule.gamma=2 (the run has 16)" in other.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -32,7 +32,7 @@ def test_more_samples_may_be_added_but_nothing_else_may_differ(tmp_path):
     with pytest.raises(ConfigError) as caught:
         Run(tmp_path, config("schedule.gamma=2", "seed=4", f"resume={tmp_path}"), {})
     text = str(caught.value)
-    assert "schedule.gamma=2 (the run has 6)" in text and "seed=4 (the run has 0)" in text and "limit" not in text
+    assert "schedule.gamma=2 (the run has 16)" in text and "seed=4 (the run has 0)" in text and "limit" not in text
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):
