@@ -103,6 +103,17 @@ def test_killed_and_resumed_comes_to_the_same_weights(tmp_path):
         torch.testing.assert_close(tensor, weights[1][name], atol=0, rtol=0)
 
 
+def test_going_on_from_half_precision_weights_trains_in_fp32(tmp_path, capsys):
+    """Trained in the fp16 that they were saved in, weights turn to NaN."""
+    run_recipe(specplug.load(*TRAIN, "recipe.steps=5", "recipe.save_dtype=fp16"), tmp_path / "half")
+    assert {w.dtype for w in load_file(tmp_path / "half" / "model" / "model.safetensors").values()} == {torch.float16}
+    start = f"recipe.init={tmp_path / 'half' / 'model'}"
+    assert run_recipe(specplug.load(*TRAIN, "recipe.steps=5", start), tmp_path / "on") == 0
+    weights = load_file(tmp_path / "on" / "model" / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    assert all(w.isfinite().all() for w in weights.values()) and 0 < last_json(capsys)["held_out_loss"] < 7
+
+
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     for step, state in ((5, '{"global_step": 5}'), (10, '{"glob'), (15, None)):
         folder = tmp_path / f"checkpoint-{step}"
