@@ -25,7 +25,14 @@ from specplug.stopping import Stopping
 log = logging.getLogger(__name__)
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
-HANDLED = GROWING | {caches.NAME, "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"}
+HANDLED = GROWING | {
+    caches.NAME,
+    "tokenizer",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+}
 
 
 def why_not_rounds(
@@ -44,6 +51,7 @@ def why_not_rounds(
         return "attentions or hidden states were asked for"
     if synced_gpus:
         return "the call runs under synced_gpus"
+    # `generate` hands on the tokenizer that it built stop strings with; the model never sees it.
     unknown = sorted(key for key, value in model_kwargs.items() if key not in HANDLED and value is not None)
     if unknown:
         return f"the model is given further inputs ({', '.join(unknown)})"
@@ -73,6 +81,7 @@ def decode(
             torch.cuda.synchronize(model.device)
         return time.perf_counter()
 
+    model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     keep = bool(generation_config.return_dict_in_generate)
     all_scores: tuple[Tensor, ...] | None = () if keep and generation_config.output_scores else None
