@@ -1,6 +1,6 @@
 """Answer one prompt through a pipeline with the plugin attached.
 
-specplug recipe=generate recipe.prompt="Write a short story about Mia, a red kite and the lake."
+specplug recipe=generate recipe.prompt="Write a short story about Mia, a red kite and the lake. There should be cake in it."
 
 Prints the answer on stdout as it comes, and the counts of the call on stderr.
 """

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -55,7 +56,7 @@ def main() -> None:
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, not to a traceback with advice to set this
     try:
-        sys.argv[1:] = expand_resume(sys.argv[1:])
+        sys.argv[1:] = expand_resume([quote_prompt(each) for each in sys.argv[1:]])
         compose_and_run()
     except ConfigError as error:
         fail(str(error))
@@ -72,6 +73,16 @@ def fail(problems: str) -> NoReturn:
     for line in problems.splitlines():
         print(f"specplug: {line}", file=sys.stderr)
     sys.exit(1)
+
+
+def quote_prompt(argument: str) -> str:
+    """A prompt is text: commas, braces and quotes in it are no Hydra syntax. One that is quoted already stays."""
+    key, _, value = argument.partition("=")
+    if key != "recipe.prompt" or (len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]):
+        return argument
+    value = re.sub(r'(\\*)"', r"\1\1\"", value)  # Hydra reads backslashes as escapes only before a quote
+    value = re.sub(r"(\\+)$", r"\1\1", value)
+    return f'{key}="{value}"'
 
 
 def expand_resume(arguments: list[str]) -> list[str]:

@@ -85,6 +85,9 @@ def load_tokenizer(config: Model | Draft, role: str) -> PreTrainedTokenizerBase:
 def build_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any = None) -> Drafter:
     """The drafter that a draft config names, checked against the target. Raises ConfigError if the two do not fit."""
     if config.drafter is DrafterKind.lookup:
+        if config.quantization.method is not QuantizationMethod.none:
+            method = config.quantization.method.name
+            raise ConfigError(f"draft/quantization={method}: draft=lookup has no weights to quantize; leave it out")
         try:
             return LookupDrafter(config.min_ngram, config.max_ngram)
         except ValueError as error:

@@ -51,6 +51,15 @@ def test_version_help_and_configuration(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("text", ["a, b", 'say "hi", {x: [1', "back\\slash", "end\\", 'odd\\"quote', "it's, so"])
+def test_a_prompt_is_text(text):
+    from specplug import load
+    from specplug.cli import quote_prompt
+
+    assert load("recipe=generate", quote_prompt(f"recipe.prompt={text}")).recipe.prompt == text
+    assert quote_prompt("recipe.prompt='a, b'") == "recipe.prompt='a, b'"
+
+
 def test_completion(tmp_path):
     query = {"COMP_LINE": "specplug pair=", "COMP_POINT": "14"}
     offered = specplug_command("-sc", "query=bash", cwd=tmp_path, **query).stdout

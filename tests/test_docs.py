@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import specplug
+from specplug.cli import quote_prompt
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -41,7 +42,7 @@ def test_commands_compose(command, monkeypatch):
     if "{" in command and "..." in command:
         swept = [each for each in swept if "architecture" not in each]
     needed = [f"{side}.name_or_path=x" for side in ("target", "draft") if f"{side}=custom" in swept]
-    quoted = [re.sub(r"^(recipe\.prompt)=(.*)$", r'\1="\2"', each) for each in swept]
+    quoted = [quote_prompt(each) for each in swept]
     given = {each.split("=")[0] for each in quoted}
     specplug.load(*quoted, *(each for each in needed if each.split("=")[0] not in given))
 

@@ -122,6 +122,7 @@ WRONG = {
     "no such gguf": (["target=custom", "target.name_or_path=./nothing.gguf"], "no such file"),
     "no such model": (["draft=custom", "draft.name_or_path=org/nothing"], "cannot be loaded"),
     "no draft named": (["draft=custom"], "draft.name_or_path"),
+    "nothing to quantize": (["draft=lookup", "draft/quantization=nf4"], "draft/quantization=nf4"),
     "no such device": (["target.device=quantum:0"], "target.device=quantum:0"),
 }
 
