@@ -18,15 +18,17 @@ class Verified(NamedTuple):
     next_token: Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G
 
 
-def verify_greedy(draft_tokens: Tensor, target_scores: Tensor) -> Verified:
+def verify_greedy(draft_tokens: Tensor, target_scores: Tensor, num_drafts: Tensor | None = None) -> Verified:
     """Temperature 0: keep draft tokens while each is the target's argmax.
 
     Args:
         draft_tokens: (B, G) token ids.
         target_scores: (B, G + 1, V) processed scores or probabilities of the target.
+        num_drafts: (B,) how many of the G each row really drafted; None if all did. What is behind them is padding.
     """
     choices = target_scores.argmax(-1)  # (B, G + 1)
-    num_accepted = (draft_tokens == choices[:, :-1]).long().cumprod(-1).sum(-1)
+    accepted = _drafted(draft_tokens == choices[:, :-1], num_drafts)
+    num_accepted = accepted.long().cumprod(-1).sum(-1)
     return Verified(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
 
 
@@ -67,7 +69,11 @@ def residual(draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Ten
 
 
 def verify_token(
-    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, generator: torch.Generator | None = None
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    generator: torch.Generator | None = None,
+    num_drafts: Tensor | None = None,
 ) -> Verified:
     """Speculative sampling: each draft token is kept with min(1, p/q), up to the first rejection.
 
@@ -79,14 +85,90 @@ def verify_token(
         draft_probs: (B, G, V) that the tokens were drawn from, or None for tokens that were not drawn.
         target_probs: (B, G + 1, V).
         generator: source of randomness; None is torch's global stream.
+        num_drafts: (B,) how many of the G each row really drafted; None if all did. A row whose drafts are all kept gets
+            its bonus token from the position behind the last of them.
     """
     acceptance = token_acceptance(draft_tokens, draft_probs, target_probs)
     # rand() is in [0, 1): a probability of 0 never passes, a probability of 1 always does.
     uniform = torch.rand(acceptance.shape, dtype=acceptance.dtype, device=acceptance.device, generator=generator)
-    num_accepted = (uniform < acceptance).long().cumprod(-1).sum(-1)  # (B,)
-    choices = torch.cat([residual(draft_tokens, draft_probs, target_probs), target_probs[:, -1:]], dim=1)
+    num_accepted = _drafted(uniform < acceptance, num_drafts).long().cumprod(-1).sum(-1)  # (B,)
+    recovered = residual(draft_tokens, draft_probs, target_probs)
+    if num_drafts is not None:  # nothing was tested there, so nothing is taken off the target's distribution
+        positions = torch.arange(draft_tokens.shape[1], device=num_drafts.device)
+        recovered = torch.where((positions < num_drafts[:, None])[..., None], recovered, target_probs[:, :-1])
+    choices = torch.cat([recovered, target_probs[:, -1:]], dim=1)
     chosen = choices[torch.arange(len(choices), device=choices.device), num_accepted]  # (B, V)
     return Verified(num_accepted, sample(chosen, generator))
+
+
+def block_acceptance(
+    draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, num_drafts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Block verification's `h` and the weight that its residual gives to the target, for each length of a block.
+
+    Args as in `verify_block`. Returns two (B, G + 1): entry k of the first is the chance that the first k drafts are kept,
+    given that no longer block is; entry k of the second is `w`, the residual after k drafts being norm(max(0, w p - q)).
+    Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
+    """
+    width = draft_tokens.shape[1]
+    target = target_probs[:, :width].gather(-1, draft_tokens[..., None]).squeeze(-1)  # (B, G)
+    draft = draft_probs.gather(-1, draft_tokens[..., None]).squeeze(-1)
+    tiny = torch.finfo(draft.dtype).tiny
+    ratio = torch.where(target > 0, target / draft.clamp(min=tiny), torch.zeros_like(target))
+    weights = [torch.ones_like(target_probs[:, 0, 0])]
+    for i in range(width):
+        weights.append((weights[-1] * ratio[:, i]).clamp(max=1))
+    weight = torch.stack(weights, dim=1)  # (B, G + 1)
+    left = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(-1)  # (B, G)
+    lost = 1 - weight[:, :-1]
+    total = left + lost
+    # Nothing left and nothing lost: p and q are equal there, and the block may end at no cost; it is kept for certain.
+    ends = torch.where(total > tiny, left / total.clamp(min=tiny), torch.ones_like(total))
+    chance = torch.cat([ends, weight[:, -1:]], dim=1)
+    if num_drafts is not None:  # a row's own last draft ends its block
+        last = torch.arange(width + 1, device=num_drafts.device) == num_drafts[:, None]
+        chance = torch.where(last, weight, chance)
+    return chance, weight
+
+
+def verify_block(
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    generator: torch.Generator | None = None,
+    num_drafts: Tensor | None = None,
+) -> Verified:
+    """Block verification: the longest block that is kept, drafts being judged together and not one after another.
+
+    Never keeps fewer tokens on average than the token rule, and has the same law. Source: Sun et al. 2024
+    (arXiv 2403.10444). Args as in `verify_token`. Drafts that were not drawn go to the token rule, which is as good there.
+    """
+    if draft_probs is None or draft_tokens.shape[1] == 0:
+        return verify_token(draft_tokens, draft_probs, target_probs, generator, num_drafts)
+    chance, weight = block_acceptance(draft_tokens, draft_probs, target_probs, num_drafts)
+    uniform = torch.rand(chance.shape, dtype=chance.dtype, device=chance.device, generator=generator)
+    positions = torch.arange(chance.shape[1], device=chance.device)
+    kept = uniform < chance
+    if num_drafts is not None:
+        kept &= positions <= num_drafts[:, None]
+    kept[:, 0] = True  # the empty block
+    num_accepted = (kept * positions).amax(-1)  # (B,)
+    rows = torch.arange(len(chance), device=chance.device)
+    target = target_probs[rows, num_accepted]  # (B, V)
+    drafted = num_accepted < (draft_tokens.shape[1] if num_drafts is None else num_drafts)
+    draft = draft_probs[rows, num_accepted.clamp(max=draft_tokens.shape[1] - 1)]  # (B, V)
+    left = (weight[rows, num_accepted][:, None] * target - draft).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    empty = (total < torch.finfo(total.dtype).tiny) | ~drafted[:, None]
+    chosen = torch.where(empty, target, left / torch.where(empty, torch.ones_like(total), total))
+    return Verified(num_accepted, sample(chosen, generator))
+
+
+def _drafted(accepted: Tensor, num_drafts: Tensor | None) -> Tensor:
+    """`accepted`, (B, G), with False where a row has no draft."""
+    if num_drafts is None:
+        return accepted
+    return accepted & (torch.arange(accepted.shape[1], device=accepted.device) < num_drafts[:, None])
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -101,3 +183,6 @@ def sample_draft(probs: Tensor) -> Tensor:
     device. For drafts alone: the target's own draws are made as transformers makes them.
     """
     return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
+RULES = {"token": verify_token, "block": verify_block}

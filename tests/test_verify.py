@@ -222,3 +222,40 @@ def test_drafts_are_drawn_from_their_distribution():
     assert seen[2] == 0
     possible = probs > 0
     assert chisquare(seen[possible], probs[possible].double() / probs[possible].double().sum() * 20_000).pvalue > 1e-6
+
+
+def test_rows_that_drafted_less():
+    """Behind a row's last draft nothing is tested: its bonus token has the target's own distribution there."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(1, 4, 5, generator=generator, dtype=torch.float64).softmax(-1)
+    q = torch.rand(1, 3, 5, generator=generator, dtype=torch.float64).softmax(-1)
+    num_drafts = torch.tensor([0])
+    counts = torch.zeros(5, dtype=torch.float64)
+    for _ in range(3000):
+        verified = verify.verify_token(torch.tensor([[1, 2, 0]]), q, p, generator, num_drafts)
+        assert verified.num_accepted.item() == 0
+        counts[verified.next_token] += 1
+    assert chisquare(counts, p[0, 0] * 3000).pvalue > 1e-6  # false alarm: 1e-6
+    scores = torch.nn.functional.one_hot(torch.tensor([[3, 1, 4, 0]]), 5)
+    drafts = torch.tensor([[3, 1, 4]])
+    for k in range(4):
+        verified = verify.verify_greedy(drafts, scores, torch.tensor([k]))
+        assert verified.num_accepted.item() == k and verified.next_token.item() == [3, 1, 4, 0][k]
+
+
+@pytest.mark.parametrize("dropped", [(), (0, 1, 2, 3), (2,), (2, 3)])
+def test_a_draft_may_be_dropped_before_it_is_drawn_but_not_for_what_it_is(dropped):
+    """All or none of the tokens dropped is a decision that the draw has no part in; some of them is one that it has."""
+    p, q = (torch.tensor([each], dtype=torch.float64) for each in ([[0.4, 0.3, 0.2, 0.1]], [[0.1, 0.2, 0.3, 0.4]]))
+    law = torch.zeros(4, dtype=torch.float64)
+    for token in range(4):
+        chance = q[0, 0, token]
+        if token in dropped:
+            law += chance * p[0, 0]
+            continue
+        draft = torch.tensor([[token]])
+        kept = verify.token_acceptance(draft, q, p)[0, 0]
+        law[token] += chance * kept
+        law += chance * (1 - kept) * verify.residual(draft, q, p)[0, 0]
+    right = (law - p[0, 0]).abs().max().item() < 1e-12
+    assert right == (len(dropped) in (0, 4))
