@@ -1,21 +1,312 @@
-"""How many tokens to draft in the next round."""
+"""How many tokens to draft in the next round: the same number, as long as the draft is confident, or what pays.
 
-from typing import Protocol
+A `Schedule` holds what is known across calls and may be shared by threads; `start` gives the `Plan` of one call. Knows
+nothing about models: it sees counts and seconds.
+"""
+
+import json
+import threading
+from collections import defaultdict, deque
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+
+class Round(NamedTuple):
+    """What one sequence made of one round."""
+
+    num_drafts: int
+    num_accepted: int
+    bucket: int  # of the proposal: for a lookup the length of its match, else 0
+
+
+class Plan(Protocol):
+    def next_gamma(self) -> int:
+        """Most draft tokens for the next round, 0 or more. The room left in the text is seen to elsewhere."""
+        ...
+
+    def trim(self, num_drafts: int, bucket: int) -> int:
+        """How many of the drafts proposed are worth a wider pass of the target."""
+        ...
+
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
+        """A round is over: what each sequence made of it, tokens a sequence, seconds since the last one was over."""
+        ...
 
 
 class Schedule(Protocol):
-    def next_gamma(self) -> int:
-        """Draft tokens for the next round, 0 or more. The room left in the text is seen to elsewhere."""
+    min_confidence: float  # a draft model stops before a token where its highest probability is below this
+
+    def start(self, num_rows: int, costs_nothing: bool) -> Plan:
+        """The plan of a call. `costs_nothing`: the drafter needs no forward pass, so it may propose more than is used."""
         ...
 
 
 class FixedSchedule:
-    """The same gamma in every round; 0 is plain decoding."""
+    """The same gamma in every round; 0 is plain decoding. Its own plan, since nothing is remembered."""
+
+    min_confidence = 0.0
 
     def __init__(self, gamma: int) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 0:
-            raise ValueError(f"gamma={gamma!r}: the number of draft tokens a round is a whole number, 0 or more")
-        self.gamma = gamma
+        self.gamma = _whole("gamma", gamma)
+
+    def start(self, num_rows: int, costs_nothing: bool) -> "FixedSchedule":
+        return self
 
     def next_gamma(self) -> int:
         return self.gamma
+
+    def trim(self, num_drafts: int, bucket: int) -> int:
+        return num_drafts
+
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
+        pass
+
+
+class ConfidenceSchedule(FixedSchedule):
+    """Up to gamma tokens, fewer where the draft model is unsure what comes next.
+
+    Decided before the token is drawn: to leave out a token because of what it turned out to be would change the law of
+    what is kept. Source of the idea: SVIP (arXiv 2411.18462), which bounds acceptance by the draft's entropy.
+    """
+
+    def __init__(self, gamma: int, threshold: float) -> None:
+        super().__init__(gamma)
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold={threshold!r}: a probability between 0 and 1")
+        self.min_confidence = threshold
+
+
+SECOND_TRIAL = 3
+
+
+class Acceptance:
+    """How probable it is that the draft at each position is kept, if it is looked at: decaying counts.
+
+    A position without data is thought to be like the one before it, the first like `PRIOR`.
+    """
+
+    PRIOR, WEIGHT, DECAY = 0.7, 1.0, 0.98
+
+    def __init__(self) -> None:
+        self.kept: list[float] = []
+        self.tested: list[float] = []
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        for i in range(min(num_accepted + 1, num_drafts)):
+            if i == len(self.tested):
+                self.kept.append(0.0)
+                self.tested.append(0.0)
+            self.kept[i] = self.kept[i] * self.DECAY + (i < num_accepted)
+            self.tested[i] = self.tested[i] * self.DECAY + 1
+
+    def expected_tokens(self, max_gamma: int) -> list[float]:
+        """Entry g: tokens a round with g drafts gives, 1 to g + 1."""
+        expected, reached, rate = [1.0], 1.0, self.PRIOR
+        for i in range(max_gamma):
+            if i < len(self.tested):
+                rate = (self.kept[i] + self.WEIGHT * rate) / (self.tested[i] + self.WEIGHT)
+            reached *= rate
+            expected.append(expected[-1] + reached)
+        return expected
+
+
+class Costs:
+    """Seconds of a whole round by the number of drafts in it, everything included: medians of the latest rounds.
+
+    Between widths that were measured the line between them; behind the widest, the line through the last two.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
+        self.known: dict[int, float] = {}
+
+    def observe(self, num_drafts: int, seconds: float) -> None:
+        self.samples[num_drafts].append(seconds)
+        self.known[num_drafts] = median(self.samples[num_drafts])
+
+    def seconds(self, num_drafts: int) -> float:
+        if num_drafts in self.known:
+            return self.known[num_drafts]
+        widths = sorted(self.known)
+        above = next((k for k, width in enumerate(widths) if width > num_drafts), len(widths) - 1)
+        low, high = widths[max(above - 1, 0)], widths[max(above, 1)]
+        slope = (self.known[high] - self.known[low]) / (high - low)
+        return self.known[low] + max(slope, 0.0) * (num_drafts - low)
+
+
+class AdaptiveSchedule:
+    """The gamma with the most expected tokens per second, 0 included, from what was measured here and lately.
+
+    The first rounds draft nothing and set the price of plain decoding. Then widths are tried, each at most about twice the
+    widest known. While drafting does not pay it is tried again at growing distances. A running account of the seconds that
+    drafted rounds took, against what plain decoding would have taken for the same tokens, bounds the loss: below the
+    allowance nothing is drafted, whatever the estimates say. It is `ALLOWANCE` plain steps and `SHARE` of the time so far,
+    and the round that passes it: 3 % of a run of 200 tokens.
+
+    Args:
+        max_gamma: most draft tokens a round.
+        frozen: a file that `save` wrote: the estimates are taken from it and not changed any more, so that every run
+            drafts the same numbers of tokens.
+    """
+
+    min_confidence = 0.0
+    PLAIN_FIRST, ALLOWANCE, SHARE = 2, 2.5, 0.01
+    FIRST_WAIT, LONGEST_WAIT, REFRESH = 16, 1024, 96
+
+    def __init__(self, max_gamma: int = 16, frozen: str | Path | None = None) -> None:
+        self.max_gamma = _whole("max_gamma", max_gamma)
+        self.frozen = frozen is not None
+        self.lock = threading.Lock()
+        self.states: dict[int, State] = defaultdict(State)  # by sequences in the batch
+        if frozen is not None:
+            self.load(Path(frozen))
+
+    def start(self, num_rows: int, costs_nothing: bool) -> "AdaptivePlan":
+        return AdaptivePlan(self, num_rows, costs_nothing)
+
+    def save(self, path: Path) -> None:
+        """Write the estimates as JSON, to look at or to be frozen."""
+        with self.lock:
+            states = {str(rows): state.to_dict() for rows, state in self.states.items()}
+        path.write_text(json.dumps(states, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            self.states.update({int(rows): State.from_dict(state) for rows, state in saved.items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"frozen={path}: not a file that an adaptive schedule wrote ({error})") from error
+
+
+class State:
+    """What is known for batches of one size."""
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self.acceptance: dict[int, Acceptance] = defaultdict(Acceptance)  # by bucket
+        self.account = 0.0  # seconds saved by drafted rounds; losses are below 0
+        self.seconds_plain = 0.0  # what plain decoding would have taken for everything so far
+        self.since_draft = self.since_plain = 0
+        self.wait = AdaptiveSchedule.FIRST_WAIT
+
+    @property
+    def in_debt(self) -> bool:
+        allowed = AdaptiveSchedule.ALLOWANCE * self.costs.known[0] + AdaptiveSchedule.SHARE * self.seconds_plain
+        return self.account < -allowed
+
+    def best(self, max_gamma: int, bucket: int) -> int:
+        """The gamma with the most tokens per second as far as is known; the smallest of equals."""
+        expected = self.acceptance[bucket].expected_tokens(max_gamma)
+        return max(range(len(expected)), key=lambda gamma: (expected[gamma] / self.costs.seconds(gamma), -gamma))
+
+    def reach(self, max_gamma: int) -> int:
+        return min(max_gamma, 2 * max(self.costs.known) + 2)
+
+    def most_hopeful(self, reach: int) -> tuple[int, bool]:
+        """The gamma that gives most if every draft is kept, and whether that would beat plain decoding."""
+        speed = {gamma: (gamma + 1) / self.costs.seconds(gamma) for gamma in range(1, reach + 1)}
+        gamma = max(speed, key=lambda each: (speed[each], -each))
+        return gamma, speed[gamma] > 1 / self.costs.known[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds_by_gamma": {str(gamma): seconds for gamma, seconds in sorted(self.costs.known.items())},
+            "acceptance": {
+                str(bucket): {"kept": each.kept, "tested": each.tested} for bucket, each in self.acceptance.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "State":
+        state = cls()
+        state.costs.known = {int(gamma): float(seconds) for gamma, seconds in saved["seconds_by_gamma"].items()}
+        for bucket, counts in saved["acceptance"].items():
+            state.acceptance[int(bucket)].kept = [float(each) for each in counts["kept"]]
+            state.acceptance[int(bucket)].tested = [float(each) for each in counts["tested"]]
+        return state
+
+
+class AdaptivePlan:
+    """One call under an adaptive schedule."""
+
+    def __init__(self, schedule: AdaptiveSchedule, num_rows: int, costs_nothing: bool) -> None:
+        self.schedule, self.state, self.costs_nothing = schedule, schedule.states[num_rows], costs_nothing
+        self.has_drafted = False  # the first proposal of a call also reads the prompt
+
+    def next_gamma(self) -> int:
+        with self.schedule.lock:
+            state = self.state
+            if self.schedule.frozen:
+                return self._frozen_gamma(0)
+            if len(state.costs.samples[0]) < AdaptiveSchedule.PLAIN_FIRST or state.in_debt:
+                return 0
+            if self.costs_nothing:
+                return state.reach(self.schedule.max_gamma)
+            return self._gamma(state.reach(self.schedule.max_gamma), 0)
+
+    def trim(self, num_drafts: int, bucket: int) -> int:
+        if not self.costs_nothing or num_drafts == 0:
+            return num_drafts
+        with self.schedule.lock:
+            if self.schedule.frozen:
+                return min(self._frozen_gamma(bucket), num_drafts)
+            return self._gamma(min(num_drafts, self.state.reach(self.schedule.max_gamma)), bucket)
+
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
+        width = max((each.num_drafts for each in rounds), default=0)
+        with self.schedule.lock:
+            state = self.state
+            if self.schedule.frozen:
+                return
+            for each in rounds:
+                if each.num_drafts:
+                    state.acceptance[each.bucket].observe(each.num_drafts, each.num_accepted)
+            if width == 0 or self.has_drafted or self.costs_nothing:
+                state.costs.observe(width, seconds)
+            if 0 not in state.costs.known:
+                return
+            plain = num_tokens * state.costs.known[0]
+            state.seconds_plain += plain
+            if width:
+                self.has_drafted = True
+                # Old gains do not pay for new losses without end.
+                state.account = min(state.account + plain - seconds, 30 * state.costs.known[0])
+                state.since_draft, state.since_plain = 0, state.since_plain + 1
+            else:
+                state.since_draft, state.since_plain = state.since_draft + 1, 0
+
+    def _gamma(self, reach: int, bucket: int) -> int:
+        """What pays, or a trial of what may."""
+        state = self.state
+        if reach == 0:
+            return 0
+        if max(state.costs.known) == 0:
+            return 1  # nothing was drafted yet: the least that tells the price
+        best = state.best(reach, bucket)
+        if best > 0:
+            state.wait = AdaptiveSchedule.FIRST_WAIT
+            # Texts grow longer and machines busier: see from time to time what plain decoding costs now.
+            return 0 if state.since_plain >= AdaptiveSchedule.REFRESH else best
+        # By what is known it does not pay. A second width is tried at once, since the first passes that are wider than
+        # one position cost more than the next ones; later trials wait, longer each time.
+        gamma, could_pay = state.most_hopeful(reach)
+        if not could_pay:
+            return 0
+        if len(state.costs.known) < 3:
+            return min(SECOND_TRIAL, reach)
+        if state.since_draft >= state.wait:
+            state.wait = min(2 * state.wait, AdaptiveSchedule.LONGEST_WAIT)
+            return gamma
+        return 0
+
+    def _frozen_gamma(self, bucket: int) -> int:
+        if len(self.state.costs.known) < 2:
+            return 0
+        return self.state.best(self.schedule.max_gamma, bucket)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}={value!r}: the number of draft tokens a round is a whole number, 0 or more")
+    return value
