@@ -17,7 +17,7 @@ _HOME = {
     "SpeculativeProcessor": "specplug.plugin",
     "attached": "specplug.plugin",
     "pipeline": "specplug.pipelines",
-    "load": "specplug.config",
+    "load": "specplug.compose",
     "Config": "specplug.config",
     "ConfigError": "specplug.config",
     "Stats": "specplug.stats",
@@ -40,7 +40,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from specplug import theory, verify
-    from specplug.config import Config, ConfigError, load
+    from specplug.compose import load
+    from specplug.config import Config, ConfigError
     from specplug.pipelines import pipeline
     from specplug.plugin import SpeculativeProcessor, attach, attached, detach
     from specplug.stats import Stats

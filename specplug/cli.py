@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from specplug import __version__
-from specplug.config import CONF_MODULE, Config, ConfigError, readable, to_config
+from specplug.compose import CONF_MODULE, readable, to_config
+from specplug.config import Config, ConfigError
 
 STOPPED = 130  # what a shell reports after Ctrl-C
 

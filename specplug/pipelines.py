@@ -4,7 +4,8 @@ from typing import Any
 
 import transformers
 
-from specplug.config import Config, ConfigError, Drafter, load
+from specplug.compose import load
+from specplug.config import Config, ConfigError, Drafter
 from specplug.models import load_target
 from specplug.plugin import SpeculativeProcessor, attach
 

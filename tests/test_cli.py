@@ -23,8 +23,9 @@ def specplug_command(*arguments, cwd, **env):
         (["draft.gama=5"], "gama"),
         (["+draft.gama=5"], "draft.gama: unknown key"),
         (["pair=nope"], "pair/nope"),
-        (["schedule.gamma=-1"], "schedule.gamma=-1: must be 0"),
-        (["schedule.gamma=two"], "two"),
+        (["schedule=fixed", "schedule.gamma=-1"], "schedule.gamma=-1: must be 0"),
+        (["schedule=fixed", "schedule.gamma=two"], "two"),
+        (["schedule.gamma=3"], "schedule=fixed has it"),
         (["sampling.num_beams=2"], "beam search"),
         (["dataset=jsonl", "dataset.path=missing.jsonl"], "missing.jsonl: no such file"),
         (["dataset=jsonl", "dataset.path=bad.jsonl"], "bad.jsonl, line 2: not JSON"),
@@ -79,8 +80,8 @@ def test_resume_alone_takes_the_overrides_of_the_run(tmp_path):
     again = specplug_command("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout.splitlines()[-1])["num_samples"] == 1
-    other = specplug_command("resume=run", *quick, "schedule.gamma=2", cwd=tmp_path)
-    assert other.returncode == 1 and "schedule.gamma=2 (the run has 16)" in other.stderr
+    other = specplug_command("resume=run", *quick, "schedule.max_gamma=2", cwd=tmp_path)
+    assert other.returncode == 1 and "schedule.max_gamma=2 (the run has 16)" in other.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

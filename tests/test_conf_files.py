@@ -29,7 +29,8 @@ def test_pairs(pair):
 @pytest.mark.parametrize("method", ["none", "nf4", "fp4", "int8"])
 def test_every_model_takes_every_quantization(side, method):
     for name in names(side):
-        config = specplug.load(f"{side}={name}", f"{side}/quantization={method}", f"{side}.name_or_path=x")
+        given = ["draft.num_layers=1", "draft.plugin=x:y"] if side == "draft" else []
+        config = specplug.load(f"{side}={name}", f"{side}/quantization={method}", f"{side}.name_or_path=x", *given)
         assert getattr(config, side).quantization.method.name == method
 
 

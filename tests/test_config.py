@@ -7,19 +7,21 @@ import threading
 import pytest
 
 import specplug
-from specplug.config import Auto, Config, Evaluate, Fixed, QuantizationMethod, Rounds, Token, to_dict
+from specplug.config import Adaptive, Auto, Block, Config, Evaluate, QuantizationMethod, Rounds, to_dict
 
 
 def test_the_default_is_the_embedded_pair():
     config = specplug.load()
     assert isinstance(config, Config) and type(config.recipe) is Evaluate
     assert (config.target.name_or_path, config.draft.name_or_path) == ("asset:tiny/target", "asset:tiny/draft")
-    assert (type(config.verify), type(config.schedule), type(config.engine)) == (Token, Fixed, Auto)
+    assert (type(config.verify), type(config.schedule), type(config.engine)) == (Block, Adaptive, Auto)
     assert config.threads == 1
 
 
 def test_overrides():
-    config = specplug.load("engine=rounds", "schedule.gamma=2", "draft/quantization=int8", "sampling.temperature=0.7")
+    config = specplug.load(
+        "engine=rounds", "schedule=fixed", "schedule.gamma=2", "draft/quantization=int8", "sampling.temperature=0.7"
+    )
     assert type(config.engine) is Rounds and config.schedule.gamma == 2 and config.sampling.temperature == 0.7
     assert config.draft.quantization.method is QuantizationMethod.int8
     assert to_dict(config)["draft"]["quantization"]["method"] == "int8"
@@ -32,7 +34,8 @@ def test_a_draft_over_a_pair():
 WRONG = {
     "draft.gama=5": ["gama"],
     "+draft.gama=5": ["draft.gama", "unknown key", "allowed are"],
-    "+schedule.gamm=5": ["schedule.gamm", "did you mean schedule.gamma?"],
+    "+schedule.max_gamm=5": ["schedule.max_gamm", "did you mean schedule.max_gamma?"],
+    "schedule.gamma=5": ["schedule.gamma", "schedule=fixed has it"],
     "+recipe.limits=5": ["recipe.limits", "did you mean recipe.limit?"],
     "+nothing=1": ["nothing", "unknown key"],
     "pair=nope": ["pair/nope", "tiny"],
@@ -40,7 +43,8 @@ WRONG = {
     "draft.min_ngram=five": ["five", "Integer"],
     "draft.dtype=float": ["float", "fp32"],
     "draft.min_ngram=9": ["draft.min_ngram=9", "max_ngram"],
-    "schedule.gamma=-1": ["schedule.gamma=-1", "0"],
+    "schedule.max_gamma=0": ["schedule.max_gamma=0", "1 or more"],
+    "schedule.frozen=none.json": ["schedule.frozen=none.json", "no such file"],
     "sampling.temperature=-0.1": ["sampling.temperature", "0 (greedy)"],
     "sampling.top_p=1.5": ["sampling.top_p=1.5", "at most 1"],
     "sampling.top_k=0": ["sampling.top_k=0", "null"],
@@ -62,7 +66,7 @@ def test_wrong_values_are_refused_in_one_line(override):
 
 def test_all_problems_at_once():
     with pytest.raises(specplug.ConfigError) as caught:
-        specplug.load("schedule.gamma=-1", "sampling.top_p=0", "threads=0")
+        specplug.load("schedule.max_gamma=-1", "sampling.top_p=0", "threads=0")
     assert len(str(caught.value).splitlines()) == 3
 
 

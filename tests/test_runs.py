@@ -30,9 +30,11 @@ def test_more_samples_may_be_added_but_nothing_else_may_differ(tmp_path):
     Run(tmp_path, config("recipe.limit=3"), {}).close()
     Run(tmp_path, config("recipe.limit=5", f"resume={tmp_path}"), {}).close()
     with pytest.raises(ConfigError) as caught:
-        Run(tmp_path, config("schedule.gamma=2", "seed=4", f"resume={tmp_path}"), {})
+        Run(tmp_path, config("schedule.max_gamma=2", "seed=4", f"resume={tmp_path}"), {})
     text = str(caught.value)
-    assert "schedule.gamma=2 (the run has 16)" in text and "seed=4 (the run has 0)" in text and "limit" not in text
+    with pytest.raises(ConfigError, match=r"schedule\.name=fixed \(the run has adaptive\)"):
+        Run(tmp_path, config("schedule=fixed", f"resume={tmp_path}"), {})
+    assert "schedule.max_gamma=2 (the run has 16)" in text and "seed=4 (the run has 0)" in text and "limit" not in text
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):

@@ -1,0 +1,231 @@
+"""From Hydra to the dataclasses of config.py: the choices that are code, `load()` and `check()`. No torch in here, so a Tab
+press is quick.
+
+Compose -> check -> plain dataclasses. No DictConfig leaves this module.
+"""
+
+import difflib
+import re
+import threading
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specplug.config import (
+    Adaptive,
+    Auto,
+    Block,
+    Confidence,
+    Config,
+    ConfigError,
+    Distill,
+    Drafter,
+    Evaluate,
+    Fixed,
+    Generate,
+    Lookahead,
+    Plain,
+    Rounds,
+    Theory,
+    Token,
+    Train,
+    Training,
+)
+
+CONF_MODULE = "specplug.conf"
+
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "verify": (Token, Block),
+    "schedule": (Fixed, Confidence, Adaptive),
+    "engine": (Auto, Rounds, Lookahead, Plain),
+    "recipe": (Evaluate, Generate, Theory, Train, Distill),
+}
+
+
+def register() -> None:
+    """Put the schema and the choices that are code into Hydra's store. Choices that are data lie in conf/."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, options in OPTIONS.items():
+        for option in options:
+            store.store(group=group, name=option.__name__.lower(), node=option)
+
+
+register()
+_COMPOSING = threading.Lock()  # Hydra's state is global
+
+
+def load(*overrides: str) -> Config:
+    """Compose the shipped configuration with overrides, as the command line does: `load("pair=tiny", "seed=1")`.
+
+    Works inside an application that uses Hydra itself, and from several threads. Raises ConfigError.
+    """
+    with _COMPOSING:
+        before = GlobalHydra.instance()
+        theirs, before.hydra = before.hydra, None
+        try:
+            with hydra.initialize_config_module(CONF_MODULE, version_base="1.3"):
+                composed = hydra.compose("config", list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(readable(error)) from error
+        finally:
+            GlobalHydra.instance().hydra = theirs
+    return to_config(composed)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Check a composed configuration and turn it into plain dataclasses. Raises ConfigError with all problems."""
+    problems = unknown_keys(composed)
+    if not problems:
+        problems = [f"{key}=???: has to be given; add {key}=VALUE" for key in sorted(OmegaConf.missing_keys(composed))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(readable(error)) from error
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def unknown_keys(node: DictConfig, path: str = "") -> list[str]:
+    """Keys that the schema does not have: `+key=value` opens Hydra's structs, and nothing else would notice."""
+    node_type = OmegaConf.get_type(node)
+    if not (isinstance(node_type, type) and is_dataclass(node_type)):
+        return []
+    known = [each.name for each in fields(node_type)]
+    problems = []
+    for key in map(str, node):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {path}{near[0]}?" if near else f"allowed are {', '.join(known)}"
+            problems.append(f"{path}{key}: unknown key; {hint}")
+        elif not OmegaConf.is_missing(node, key):
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                problems += unknown_keys(child, f"{path}{key}.")
+    return problems
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError that lists every value out of range: the key, what was given, what is allowed, what to do."""
+    problems: list[str] = []
+
+    def need(holds: bool, key: str, value: object, allowed: str) -> None:
+        if not holds:
+            problems.append(f"{key}={value}: {allowed}")
+
+    s, recipe = config.sampling, config.recipe
+    schedule = config.schedule
+    if isinstance(schedule, (Fixed, Confidence)):
+        need(schedule.gamma >= 0, "schedule.gamma", schedule.gamma, "must be 0 (plain decoding) or more")
+    if isinstance(schedule, Confidence):
+        need(0 <= schedule.threshold <= 1, "schedule.threshold", schedule.threshold, "must be a probability, 0 to 1")
+    if isinstance(schedule, Adaptive):
+        need(schedule.max_gamma >= 1, "schedule.max_gamma", schedule.max_gamma, "must be 1 or more")
+        if schedule.frozen is not None and not Path(schedule.frozen).is_file():
+            need(False, "schedule.frozen", schedule.frozen, "no such file; name the schedule.json of a run folder")
+    need(s.temperature >= 0, "sampling.temperature", s.temperature, "must be 0 (greedy) or more")
+    need(s.top_k is None or s.top_k >= 1, "sampling.top_k", s.top_k, "must be 1 or more, or null")
+    for name in ("top_p", "min_p"):
+        value = getattr(s, name)
+        need(value is None or 0 < value <= 1, f"sampling.{name}", value, "must be above 0 and at most 1, or null")
+    need(
+        s.repetition_penalty is None or s.repetition_penalty > 0,
+        "sampling.repetition_penalty",
+        s.repetition_penalty,
+        "must be above 0 (1 changes nothing), or null",
+    )
+    need(
+        s.num_beams == 1,
+        "sampling.num_beams",
+        s.num_beams,
+        "beam search has no speculative form here; take sampling.num_beams=1, or call transformers without specplug",
+    )
+    need(s.max_new_tokens >= 1, "sampling.max_new_tokens", s.max_new_tokens, "must be 1 or more")
+    need(
+        config.threads is None or config.threads >= 1,
+        "threads",
+        config.threads,
+        "must be 1 or more, or null for torch's choice",
+    )
+    d = config.draft
+    need(
+        1 <= d.min_ngram <= d.max_ngram,
+        "draft.min_ngram",
+        f"{d.min_ngram} with draft.max_ngram={d.max_ngram}",
+        "must be 1 or more and at most max_ngram",
+    )
+    if d.drafter is Drafter.early_exit:
+        need(d.num_layers is not None, "draft.num_layers", "null", "say how many of the target's layers to run")
+    if d.drafter is Drafter.plugin:
+        need(d.plugin is not None, "draft.plugin", "null", "give package.module:callable, or an entry point's name")
+    need(0 <= d.min_probability <= 1, "draft.min_probability", d.min_probability, "must be between 0 and 1")
+    if isinstance(recipe, Evaluate):
+        need(
+            recipe.limit is None or recipe.limit >= 1,
+            "recipe.limit",
+            recipe.limit,
+            "must be 1 or more, or null for all",
+        )
+        need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
+        need(recipe.bootstrap >= 0, "recipe.bootstrap", recipe.bootstrap, "must be 0 or more")
+    if isinstance(recipe, Theory):
+        need(0 <= recipe.alpha <= 1, "recipe.alpha", recipe.alpha, "must be between 0 and 1")
+        need(recipe.gamma >= 0, "recipe.gamma", recipe.gamma, "must be 0 or more")
+        need(recipe.cost_coefficient >= 0, "recipe.cost_coefficient", recipe.cost_coefficient, "must be 0 or more")
+        need(recipe.max_gamma >= 1, "recipe.max_gamma", recipe.max_gamma, "must be 1 or more")
+    if isinstance(recipe, Training):
+        for name in ("steps", "batch_size", "max_length", "save_steps", "log_steps"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+        for name in ("warmup_steps", "weight_decay", "held_out"):
+            need(getattr(recipe, name) >= 0, f"recipe.{name}", getattr(recipe, name), "must be 0 or more")
+        need(recipe.learning_rate > 0, "recipe.learning_rate", recipe.learning_rate, "must be above 0")
+    if isinstance(recipe, Distill):
+        for name in ("samples", "sample_batch_size", "sample_new_tokens"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+        need(recipe.temperature > 0, "recipe.temperature", recipe.temperature, "must be above 0")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def readable(error: Exception) -> str:
+    """What Hydra and OmegaConf have to say, without the traceback and without their lines on where they keep it."""
+    parts = [str(error)]
+    if error.__cause__ is not None:
+        parts.append(str(error.__cause__))
+    lines: list[str] = []
+    for line in map(str.strip, "\n".join(parts).splitlines()):
+        noise = (
+            "full_key:",
+            "object_type=",
+            "reference_type=",
+            "Check available options",
+            "Set the environment",
+            "Config search path",
+            "provider=",
+        )
+        if line and not line.startswith(noise) and line not in lines:
+            lines.append(line)
+    text = " ".join(lines)
+    return f"{text}{_who_has_it(text)}"
+
+
+def _who_has_it(text: str) -> str:
+    """A key that another choice of the same group has: which one."""
+    found = re.search(r"Key '(\w+)' not in '(\w+)'", text)
+    if found is None:
+        return ""
+    key, chosen = found.groups()
+    for group, options in OPTIONS.items():
+        if chosen in [option.__name__ for option in options]:
+            has = [o.__name__.lower() for o in options if key in [each.name for each in fields(o)]]
+            return "".join(f"; {group}={name} has it" for name in has)
+    return ""
