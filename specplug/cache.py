@@ -7,7 +7,9 @@ are served here and nowhere else.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import Tensor
 from transformers import DynamicCache, __version__
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -34,6 +36,8 @@ def why_not_croppable(cache: Any) -> str | None:
         return "the call uses no key-value cache (use_cache=False)"
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}, and only DynamicCache can be rolled back here"
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded, and only one that stays on the device can be rolled back here"
     for layer in cache.layers:
         if type(layer) not in CROPPABLE:
             return f"its cache has layers of type {type(layer).__name__}, which cannot be rolled back here"
@@ -55,3 +59,36 @@ def finish(cache: DynamicCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.record_past = False
+
+
+def align(cache: DynamicCache, remove: Tensor, length: int) -> None:
+    """Roll back each sequence of a batch by its own number of positions, and align them to the right again.
+
+    Args:
+        remove: (B,) last positions to take back, per row.
+        length: positions that the cache holds afterwards. Where a row has fewer, what stands on its left is to be masked,
+            as the padding of a prompt is.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if not layer.is_initialized:  # shares another layer's keys and values
+            continue
+        sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        held = layer.keys.shape[-2]
+        kept = min(length, layer.sliding_window - 1) if sliding else length
+        ends = held - remove.to(layer.keys.device)  # (B,)
+        index = ends[:, None] - kept + torch.arange(kept, device=ends.device)  # (B, kept)
+        index = index.clamp(min=0)[:, None, :, None]  # of what a row does not have, anything: it is masked
+        layer.keys = torch.take_along_dim(layer.keys, index, dim=-2)
+        layer.values = torch.take_along_dim(layer.values, index, dim=-2)
+        if sliding:
+            layer.cumulative_length = length
+
+
+def select(cache: DynamicCache, rows: list[int]) -> None:
+    """Keep only these sequences of the batch."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.is_initialized:
+            index = torch.tensor(rows, device=layer.keys.device)
+            layer.keys, layer.values = layer.keys[index], layer.values[index]

@@ -19,10 +19,6 @@ from transformers import (
 )
 
 from specplug.config import ConfigError, Draft, Model, QuantizationMethod, first_line
-from specplug.config import Drafter as DrafterKind
-from specplug.drafters import Drafter
-from specplug.drafters.lookup import LookupDrafter
-from specplug.drafters.model import ModelDrafter
 
 log = logging.getLogger(__name__)
 
@@ -80,26 +76,6 @@ def load_tokenizer(config: Model | Draft, role: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"{role}.name_or_path={config.name_or_path}: has no usable tokenizer: {first_line(error)}"
         ) from error
-
-
-def build_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any = None) -> Drafter:
-    """The drafter that a draft config names, checked against the target. Raises ConfigError if the two do not fit."""
-    if config.drafter is DrafterKind.lookup:
-        if config.quantization.method is not QuantizationMethod.none:
-            method = config.quantization.method.name
-            raise ConfigError(f"draft/quantization={method}: draft=lookup has no weights to quantize; leave it out")
-        try:
-            return LookupDrafter(config.min_ngram, config.max_ngram)
-        except ValueError as error:
-            raise ConfigError(f"draft: {error}") from error
-    if config.name_or_path is None:
-        raise ConfigError(
-            "draft.name_or_path is not given; name a model or folder, or take draft=lookup, which needs none"
-        )
-    model = load_model(config, "draft")
-    tokenizer = load_tokenizer(config, "draft") if target_tokenizer is not None else None
-    check_pair(target, model, target_tokenizer, tokenizer)
-    return ModelDrafter(model)
 
 
 def check_pair(

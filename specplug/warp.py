@@ -1,9 +1,12 @@
 """Logits to probabilities through the caller's processors.
 
-A processor is *pointwise* when the scores of a position depend on the logits of that position alone. A list of such
-processors may see any number of positions at once, as rows. Everything else is called one position at a time, on the
-prefix that was accepted, once per token and in order, exactly as plain decoding calls it; `decode.py` sees to that.
+A processor is *pointwise* when the scores of a position depend on the logits of that position alone, and *stateless* when
+they depend on its prefix and logits alone. Such processors may be asked about drafts that are rejected later, all positions
+of a round at once. Everything else is called one position at a time, on the prefix that was accepted, once per token and
+in order, exactly as plain decoding calls it; `round.py` sees to that.
 """
+
+from typing import Any
 
 import torch
 import transformers.generation.logits_process as library
@@ -45,26 +48,85 @@ STATELESS = POINTWISE | _known(
 )
 
 
+# Depends on which tokens the prefix holds, not on their number or order: prefixes of different lengths make one batch.
+SET_BASED = _known("RepetitionPenaltyLogitsProcessor")
+# Holds the encoder's or the prompt's ids for the whole batch, so it cannot be asked about one sequence of several.
+WHOLE_BATCH = _known("EncoderRepetitionPenaltyLogitsProcessor", "EncoderNoRepeatNGramLogitsProcessor")
+
+
 def all_pointwise(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in POINTWISE for processor in processors)
 
 
-def for_draft(processors: LogitsProcessorList) -> LogitsProcessorList:
+def all_stateless(processors: LogitsProcessorList, num_rows: int = 1) -> bool:
+    """Whether the scores of a position, in a batch of so many sequences, are a pure function of its prefix and logits."""
+    return len(for_draft(processors, num_rows)) == len(processors)
+
+
+def for_draft(processors: LogitsProcessorList, num_rows: int = 1) -> LogitsProcessorList:
     """What may also shape a draft's distribution. Leaving one out costs acceptance, never exactness."""
-    return LogitsProcessorList([each for each in processors if type(each) in STATELESS])
+    known = STATELESS if num_rows == 1 else STATELESS - WHOLE_BATCH
+    # A draft sees texts without their padding.
+    return LogitsProcessorList([_with_padding(each, None) for each in processors if type(each) in known])
+
+
+def for_row(processors: LogitsProcessorList, padding: int) -> LogitsProcessorList:
+    """The stateless processors of a batch, for one of its rows alone, that begins with so many padding tokens."""
+    return LogitsProcessorList([_with_padding(each, padding) for each in processors])
+
+
+def _with_padding(processor: Any, padding: int | None) -> Any:
+    """`generate` tells the repetition penalty how much padding to leave out, in a tensor for the whole batch."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+        return library.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
+    return processor
 
 
 def process(processors: LogitsProcessorList, prefix: Tensor, logits: Tensor) -> Tensor:
-    """Processed scores of the position after `prefix`: (1, T), (1, V) -> (1, V)."""
-    return processors(prefix, logits)  # type: ignore[arg-type]
+    """Processed scores of the position after `prefix`, for any processors: (1, T), (1, V) -> (1, V)."""
+    call: Any = processors
+    scores: Tensor = call(prefix, logits)
+    return scores
 
 
-def process_at_once(processors: LogitsProcessorList, prefix: Tensor, logits: Tensor) -> Tensor:
-    """Processed scores of W positions, for pointwise processors only: (1, T), (1, W, V) -> (1, W, V)."""
+def process_draft(processors: LogitsProcessorList, prefix: Tensor, scores: Tensor) -> Tensor:
+    """The same for the stateless ones alone: the list's own call looks at each one's signature, every time."""
+    for processor in processors:
+        scores = processor(prefix, scores)
+    return scores
+
+
+def process_rows(processors: LogitsProcessorList, prefixes: list[Tensor], logits: Tensor) -> Tensor:
+    """Processed scores of the position after each prefix, for stateless processors: B of (1, T), (B, V) -> (B, V)."""
+    if all_pointwise(processors):
+        return process_draft(processors, prefixes[0].expand(len(prefixes), -1), logits)
+    return torch.cat([process_draft(processors, prefix, logits[i : i + 1]) for i, prefix in enumerate(prefixes)])
+
+
+def process_at_once(processors: LogitsProcessorList, prefix: Tensor, drafts: Tensor, logits: Tensor) -> Tensor:
+    """Processed scores of the position after `prefix` and of those behind each draft, for stateless processors only.
+
+    (1, T), (1, G), (1, G + 1, V) -> (1, G + 1, V). Pointwise processors see all positions as rows of one batch, and so do
+    those that look at the set of tokens in the prefix; any other is called with one prefix after another.
+    """
     if not processors:
         return logits
-    rows = processors(prefix.expand(logits.shape[1], -1), logits[0])  # type: ignore[arg-type]
-    return rows[None]
+    text, width = torch.cat([prefix, drafts], dim=1), logits.shape[1]
+    scores = logits[0]  # (G + 1, V)
+    for processor in processors:
+        if type(processor) in POINTWISE:
+            scores = processor(prefix.expand(width, -1), scores)
+        elif type(processor) in SET_BASED:
+            # Row i must hold the tokens of prefix + drafts[:i]; what is behind them is overwritten by the last of
+            # the prefix, which is none of the padding that the processor leaves out.
+            later = torch.arange(text.shape[1], device=text.device) >= (
+                prefix.shape[1] + torch.arange(width, device=text.device)[:, None]
+            )
+            scores = processor(torch.where(later, prefix[:, -1:], text), scores)
+        else:
+            rows = [processor(text[:, : prefix.shape[1] + i], scores[i : i + 1]) for i in range(width)]
+            scores = torch.cat(rows)
+    return scores[None]
 
 
 def to_probs(scores: Tensor) -> Tensor:

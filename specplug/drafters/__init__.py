@@ -4,16 +4,32 @@ A `Drafter` can be shared by threads and calls: it holds what does not change. E
 `Session` that `start` returns.
 """
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import LogitsProcessorList
+
+from specplug.config import first_line
+from specplug.schedule import Plan
+from specplug.stats import Stats
+
+log = logging.getLogger(__name__)
+P = TypeVar("P")
 
 
 class Proposal(NamedTuple):
     tokens: Tensor  # (1, G) token ids, G from 0 to the gamma asked for
     probs: Tensor | None  # (1, G, V) that each token was really drawn from; None for tokens that were not drawn
+    bucket: int = 0  # kind of proposal, for estimates of its acceptance: a lookup's is the length of its match
+
+    def first(self, num_drafts: int) -> "Proposal":
+        """The same with no more than so many tokens."""
+        probs = None if self.probs is None else self.probs[:, :num_drafts]
+        return Proposal(self.tokens[:, :num_drafts], probs, self.bucket)
 
 
 @dataclass(frozen=True)
@@ -23,12 +39,20 @@ class Request:
     do_sample: bool
     processors: LogitsProcessorList  # those of the caller that may be used on drafts, see warp.for_draft
     vocab_size: int  # V of the target; proposals stay below it
+    min_confidence: float = 0.0  # stop before a token where the draft's highest probability is below this
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
 
 
 class Session(Protocol):
-    num_steps: int  # forward passes of the draft so far
-    seconds_forward: float  # spent in them
+    @property
+    def num_steps(self) -> int:
+        """Forward passes of the draft so far."""
+        ...
+
+    @property
+    def seconds_forward(self) -> float:
+        """Spent in them."""
+        ...
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         """Draft at most `gamma` tokens after `ids`, (1, T): the prompt and everything committed so far."""
@@ -41,5 +65,104 @@ class Session(Protocol):
 
 class Drafter(Protocol):
     name: str
+    costs_nothing: bool  # proposals need no forward pass, so more may be asked for than is used
 
     def start(self, request: Request) -> Session: ...
+
+
+class RowProposals(NamedTuple):
+    """Drafts for the sequences of a batch, each with as many as its row has."""
+
+    tokens: Tensor  # (B, G) token ids, padded with 0 behind the row's last draft
+    lengths: list[int]  # drafts of each row, 0 to G; 0 for a row that was not asked for
+    probs: Tensor | None  # (B, G, V) that each token was really drawn from; None for tokens that were not drawn
+    buckets: list[int]
+
+    @classmethod
+    def none(cls, ids: Tensor) -> "RowProposals":
+        """No drafts for any row of (B, T) ids."""
+        return cls(ids.new_empty((len(ids), 0)), [0] * len(ids), None, [0] * len(ids))
+
+    def trimmed(self, plan: Plan) -> "RowProposals":
+        """With as many drafts a row as the plan finds worth their cost."""
+        return self._replace(lengths=[plan.trim(*each) for each in zip(self.lengths, self.buckets, strict=True)])
+
+
+class RowSession(Protocol):
+    """A session for several sequences."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def seconds_forward(self) -> float: ...
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        """Draft at most `gamma` tokens after each of `texts`, (1, T) each, for the rows that are still `active`."""
+        ...
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        """The target kept so many of the tokens last proposed for that row."""
+        ...
+
+
+class RowByRow:
+    """A session of its own for each sequence: right for drafters that cost no forward pass."""
+
+    def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
+        self.sessions = [drafter.start(request) for _ in range(num_rows)]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(session.num_steps for session in self.sessions)
+
+    @property
+    def seconds_forward(self) -> float:
+        return sum(session.seconds_forward for session in self.sessions)
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        proposals = {b: self.sessions[b].propose(texts[b], gamma) for b in active}
+        lengths = [proposals[b].tokens.shape[1] if b in proposals else 0 for b in range(len(texts))]
+        tokens = texts[0].new_zeros((len(texts), max(lengths)))
+        probs = None
+        for b, proposal in proposals.items():
+            tokens[b, : lengths[b]] = proposal.tokens[0]
+            if proposal.probs is not None:
+                if probs is None:
+                    probs = proposal.probs.new_zeros((*tokens.shape, proposal.probs.shape[-1]))
+                probs[b, : lengths[b]] = proposal.probs[0]
+        buckets = [proposals[b].bucket if b in proposals else 0 for b in range(len(texts))]
+        return RowProposals(tokens, lengths, probs, buckets)
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        self.sessions[row].observe(num_accepted)
+
+
+def start_rows(drafter: Drafter, request: Request, num_rows: int) -> RowSession:
+    """A drafter that can draft for several sequences in one pass says so by a method `start_rows(request, num_rows)`."""
+    start: Any = getattr(drafter, "start_rows", None)
+    if start is not None and num_rows > 1:
+        session: RowSession = start(request, num_rows)
+        return session
+    return RowByRow(drafter, request, num_rows)
+
+
+class Safely:
+    """Asks for proposals and counts the time. A draft that raises is done without from then on: the text so far is right,
+    and it goes on plainly."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.stats, self.broken = stats, False
+
+    def __call__(self, propose: Callable[[], P], nothing: P) -> P:
+        if self.broken:
+            return nothing
+        started = time.perf_counter()
+        try:
+            return propose()
+        except Exception as error:
+            self.broken = True
+            log.warning("specplug: the draft failed, going on without it: %s", first_line(error))
+            return nothing
+        finally:
+            self.stats.seconds_draft += time.perf_counter() - started

@@ -14,6 +14,7 @@ class LookupDrafter:
     """Args: shortest and longest run of tokens to look for."""
 
     name = "lookup"
+    costs_nothing = True
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 8) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -35,7 +36,7 @@ class LookupSession:
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         self.text += ids[0, len(self.text) :].tolist()
         self._index()
-        start = self._find()
+        start, matched = self._find()
         draft: list[int] = []
         if start is not None:
             period = len(self.text) - start
@@ -44,7 +45,7 @@ class LookupSession:
                 if draft[-1] >= self.vocab_size:  # ids of inputs that the target's head does not have
                     draft.pop()
                     break
-        return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None)
+        return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None, matched)
 
     def observe(self, num_accepted: int) -> None:
         pass
@@ -57,10 +58,11 @@ class LookupSession:
                     self.following[tuple(self.text[end + 1 - size : end + 1])] = end + 1
         self.indexed = max(len(self.text) - 1, 0)
 
-    def _find(self) -> int | None:
+    def _find(self) -> tuple[int | None, int]:
+        """Where the latest occurrence of the longest match is followed up, and how long the match is."""
         for size in self.sizes:
             if size <= len(self.text):
                 start = self.following.get(tuple(self.text[-size:]))
                 if start is not None:
-                    return start
-        return None
+                    return start, size
+        return None, 0

@@ -4,20 +4,23 @@ The drafted token's `probs` are the draft's logits after the caller's processors
 drawn from. When the call is greedy the draft is greedy too, and there is nothing to state.
 """
 
+import inspect
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specplug import warp
-from specplug.cache import NAME, crop, new_draft_cache, prepare_for_crop, why_not_croppable
-from specplug.drafters import Proposal, Request
+from specplug.cache import NAME, align, crop, new_draft_cache, prepare_for_crop, select, why_not_croppable
+from specplug.drafters import Proposal, Request, RowProposals
 from specplug.verify import sample_draft
 
 
 class ModelDrafter:
     name = "model"
+    costs_nothing = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -29,69 +32,182 @@ class ModelDrafter:
             )
         self.max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
+        accepted = inspect.signature(model.forward).parameters
+        self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
+
     def start(self, request: Request) -> "ModelSession":
         return ModelSession(self, request)
 
+    def start_rows(self, request: Request, num_rows: int) -> "ModelRowSession":
+        return ModelRowSession(self, request, num_rows)
 
-class ModelSession:
+
+class Forward:
+    """The draft's passes on one call's cache: fed, counted, and in the target's vocabulary."""
+
     def __init__(self, drafter: ModelDrafter, request: Request) -> None:
         self.model, self.max_length, self.request = drafter.model, drafter.max_length, request
+        self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
         self.cache: DynamicCache | None = None
-        self.num_cached = 0  # leading tokens of the text whose keys and values are in the cache
-        self.num_proposed = 0
         self.num_steps, self.seconds_forward = 0, 0.0
 
-    def propose(self, ids: Tensor, gamma: int) -> Proposal:
-        device = self.model.device
-        if self.max_length is not None:  # the draft's context may be shorter than the target's
-            gamma = min(gamma, self.max_length - ids.shape[1])
-        self.num_proposed = max(gamma, 0)
-        text = ids.to(device)
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for _ in range(gamma):
-            # The first pass catches up with all that was committed since; the later ones feed one draft token.
-            scores = warp.process(self.request.processors, text, self._forward(text[:, self.num_cached :]))
-            if self.request.do_sample:
-                probs.append(warp.to_probs(scores))
-                token = sample_draft(probs[-1])
-            else:
-                token = scores.argmax(-1)
-            tokens.append(token)
-            text = torch.cat([text, token[:, None]], dim=1)
-        if not tokens:
-            return Proposal(ids.new_empty((1, 0)), None)
-        stacked = torch.stack(tokens, dim=1).to(ids.device)
-        return Proposal(stacked, torch.stack(probs, dim=1).to(ids.device) if probs else None)
-
-    def observe(self, num_accepted: int) -> None:
-        """The cache holds all drafts but the last, which was never fed; keep those that the target kept."""
-        if self.num_proposed and self.cache is not None:
-            fed = self.num_proposed - 1
-            kept = min(num_accepted, fed)
-            crop(self.cache, fed - kept)
-            self.num_cached -= fed - kept
-        self.num_proposed = 0
-
-    def _forward(self, new: Tensor) -> Tensor:
-        """Feed new tokens (1, N); returns fp32 logits of the next token, (1, V) with V of the target."""
+    def _forward(self, new: Tensor, **inputs: Any) -> Tensor:
+        """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
+        if self.takes_keep and new.shape[1] > 1:  # of a whole prompt, the last position's logits are enough
+            inputs["logits_to_keep"] = 1
+        first = self.cache is None
         if self.cache is None:
             self.cache = new_draft_cache(self.model.config)
         started = self._now()
         with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
-            outputs = self.model(input_ids=new, use_cache=True, return_dict=True, **{NAME: self.cache})
+            outputs = self.model(input_ids=new, use_cache=True, return_dict=True, **inputs, **{NAME: self.cache})
         self.seconds_forward += self._now() - started
         self.num_steps += 1
-        if self.num_cached == 0:
+        if first:
             prepare_for_crop(self.cache)
-        self.num_cached += new.shape[1]
         logits = outputs.logits[:, -1].float()
         missing = self.request.vocab_size - logits.shape[-1]
         if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self.request.vocab_size]
 
+    def _draw(self, scores: Tensor, probs: list[Tensor]) -> Tensor | None:
+        """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
+
+        None if the draft is less confident than was asked for, in the mean of the rows.
+        """
+        if not self.request.do_sample and not self.request.min_confidence:
+            return scores.argmax(-1)
+        drawn_from = warp.to_probs(scores)
+        if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
+            return None
+        if not self.request.do_sample:
+            return scores.argmax(-1)
+        probs.append(drawn_from)
+        return sample_draft(drawn_from)
+
     def _now(self) -> float:
         if self.request.time_forward and self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
+
+
+class ModelSession(Forward):
+    def __init__(self, drafter: ModelDrafter, request: Request) -> None:
+        super().__init__(drafter, request)
+        self.num_cached = 0  # leading tokens of the text whose keys and values are in the cache
+        self.num_text = 0  # length of the text without the drafts last proposed
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        device = self.model.device
+        if self.max_length is not None:  # the draft's context may be shorter than the target's
+            gamma = min(gamma, self.max_length - ids.shape[1])
+        text = ids.to(device)
+        self.num_text = text.shape[1]
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        needs_text = not warp.all_pointwise(self.request.processors)
+        new = text[:, self.num_cached :]  # the first pass catches up with all that was committed since
+        self.num_cached = self.num_text - new.shape[1]
+        for _ in range(gamma):
+            logits = self._forward(new)
+            self.num_cached += new.shape[1]
+            token = self._draw(warp.process_draft(self.request.processors, text, logits), probs)
+            if token is None:
+                break
+            tokens.append(token)
+            new = token[:, None]
+            if needs_text:
+                text = torch.cat([text, new], dim=1)
+        if not tokens:
+            return Proposal(ids.new_empty((1, 0)), None)
+        stacked = torch.stack(tokens, dim=1).to(ids.device)
+        return Proposal(stacked, torch.stack(probs, dim=1).to(ids.device) if probs else None)
+
+    def observe(self, num_accepted: int) -> None:
+        """The cache holds the drafts that were fed, which the last one was not; keep those that the target kept."""
+        if self.cache is not None:
+            rejected = max(self.num_cached - self.num_text - num_accepted, 0)
+            crop(self.cache, rejected)
+            self.num_cached -= rejected
+            self.num_text = self.num_cached  # until the next proposal there is nothing more to take back
+
+
+class ModelRowSession(Forward):
+    """Several sequences in one pass, each with its own text and its own number of accepted drafts.
+
+    The cache holds the texts aligned to their ends; what stands on the left of a shorter one is masked.
+    """
+
+    def __init__(self, drafter: ModelDrafter, request: Request, num_rows: int) -> None:
+        super().__init__(drafter, request)
+        self.rows: list[int] = list(range(num_rows))  # that the cache holds
+        self.num_cached = [0] * num_rows  # tokens of each text in the cache
+        self.num_right = [0] * num_rows  # of those, leading tokens that the target has kept
+        self.num_fed: dict[int, int] = {}  # drafts of the last proposal that are in the cache, until they are judged
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        lengths = {b: texts[b].shape[1] for b in active}
+        if self.max_length is not None:
+            gamma = min(gamma, self.max_length - max(lengths.values()))
+        if gamma <= 0:
+            return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
+        fed, slots = self._align(active, lengths)
+        device = self.model.device
+        drafted = {b: texts[b].to(device) for b in active}
+        new = torch.cat([_right_aligned(drafted[b], fed) for b in active])  # (A, N)
+        ends = torch.tensor([lengths[b] for b in active], device=device)[:, None]  # (A, 1) texts with what is drafted
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for _ in range(gamma):
+            slots += new.shape[1]
+            mask = torch.arange(slots, device=device) >= slots - ends  # (A, S + N)
+            positions = (ends - new.shape[1] + torch.arange(new.shape[1], device=device)).clamp(min=0)
+            inputs = {"position_ids": positions} if self.takes_positions else {}
+            logits = self._forward(new, attention_mask=mask.long(), **inputs)
+            prefixes = [drafted[b] for b in active]
+            drawn = self._draw(warp.process_rows(self.request.processors, prefixes, logits), probs)
+            fed_drafts = len(tokens)
+            if drawn is None:
+                break
+            new = drawn[:, None]
+            tokens.append(new)
+            drafted = {b: torch.cat([drafted[b], new[i : i + 1]], dim=1) for i, b in enumerate(active)}
+            ends = ends + 1
+        self.num_fed = dict.fromkeys(active, fed_drafts)
+        for b in active:
+            self.num_cached[b] = lengths[b] + fed_drafts
+        if not tokens:
+            return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
+        stacked = texts[0].new_zeros((len(texts), len(tokens)))
+        stacked[active] = torch.cat(tokens, dim=1).to(stacked.device)
+        all_probs = None
+        if probs:
+            drawn_from = torch.stack(probs, dim=1).to(stacked.device)  # (A, G, V)
+            all_probs = drawn_from.new_zeros((len(texts), *drawn_from.shape[1:]))
+            all_probs[active] = drawn_from
+        made = [len(tokens) if b in lengths else 0 for b in range(len(texts))]
+        return RowProposals(stacked, made, all_probs, [0] * len(texts))
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        """The drafts that were fed are in the cache; those that the target kept may stay."""
+        if row in self.num_fed:
+            self.num_right[row] = self.num_cached[row] - max(self.num_fed.pop(row) - num_accepted, 0)
+
+    def _align(self, active: list[int], lengths: dict[int, int]) -> tuple[int, int]:
+        """Roll back so that every row lacks the same number of tokens: that number, and the cache's length then."""
+        right = {b: min(self.num_right[b], lengths[b] - 1) for b in active}
+        fed = max(lengths[b] - right[b] for b in active)
+        kept = {b: max(lengths[b] - fed, 0) for b in active}
+        slots = max(kept.values())
+        if self.cache is not None:
+            if active != self.rows:
+                select(self.cache, [self.rows.index(b) for b in active])
+            align(self.cache, torch.tensor([self.num_cached[b] - kept[b] for b in active]), slots)
+        self.rows = list(active)
+        return fed, slots
+
+
+def _right_aligned(text: Tensor, width: int) -> Tensor:
+    """The last `width` tokens of (1, T), with zeros before a shorter text."""
+    return torch.nn.functional.pad(text[:, -width:], (max(width - text.shape[1], 0), 0))

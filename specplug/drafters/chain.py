@@ -1,0 +1,68 @@
+"""Several drafters in order: each is asked when the one before has nothing good. A lookup first, then a model, for one."""
+
+import threading
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from specplug.drafters import Drafter, Proposal, Request, Session
+
+BUCKETS = 1000  # a member's buckets are its own: estimates of acceptance are kept apart
+
+
+class ChainDrafter:
+    """Args: drafters in the order in which they are asked, and how many drafts make a proposal good enough.
+
+    `counts`: for each member by its place, proposals made, drafts in them, and drafts kept.
+    """
+
+    name = "chain"
+
+    def __init__(self, members: list[Drafter], min_drafts: int = 2) -> None:
+        if len(members) < 2:
+            raise ValueError(f"a chain of {len(members)} drafters: give two or more, or the one by itself")
+        if min_drafts < 1:
+            raise ValueError(f"min_drafts={min_drafts}: 1 or more")
+        self.members, self.min_drafts = members, min_drafts
+        self.costs_nothing = all(member.costs_nothing for member in members)
+        self.counts: list[Counter[str]] = [Counter() for _ in members]
+        self.lock = threading.Lock()
+
+    def start(self, request: Request) -> "ChainSession":
+        return ChainSession(self, [member.start(request) for member in self.members])
+
+
+class ChainSession:
+    def __init__(self, chain: ChainDrafter, sessions: list[Session]) -> None:
+        self.chain, self.sessions = chain, sessions
+        self.asked: int | None = None  # whose proposal the target is judging
+
+    @property
+    def num_steps(self) -> int:
+        return sum(session.num_steps for session in self.sessions)
+
+    @property
+    def seconds_forward(self) -> float:
+        return sum(session.seconds_forward for session in self.sessions)
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        self.asked = None
+        for place, session in enumerate(self.sessions):
+            proposal = session.propose(ids, gamma)
+            num_drafts = proposal.tokens.shape[1]
+            last = place == len(self.sessions) - 1
+            if num_drafts >= min(self.chain.min_drafts, gamma) or (last and num_drafts):
+                self.asked = place
+                with self.chain.lock:
+                    self.chain.counts[place].update(proposals=1, drafts=num_drafts)
+                return proposal._replace(bucket=place * BUCKETS + proposal.bucket)
+            session.observe(0)  # its drafts, if any, are not used
+        return Proposal(torch.empty((1, 0), dtype=torch.long, device=ids.device), None)
+
+    def observe(self, num_accepted: int) -> None:
+        if self.asked is not None:
+            self.sessions[self.asked].observe(num_accepted)
+            with self.chain.lock:
+                self.chain.counts[self.asked]["kept"] += num_accepted
+            self.asked = None

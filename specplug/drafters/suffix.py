@@ -1,0 +1,112 @@
+"""Suffix counts: what most often followed the last tokens, wherever they stood before. No model, no weights.
+
+After SuffixDecoding (arXiv 2411.04975): every run of tokens up to a depth is counted with what followed it. A draft is
+written token by token, each time the most frequent continuation of the longest run that is known, for as long as the
+product of their frequencies says that it is likely. Cold, a call knows its own text alone; warm, it also knows what earlier
+calls wrote, which makes benchmarks that ask similar questions look better than they are.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+
+import torch
+from torch import Tensor
+
+from specplug.drafters import Proposal, Request
+
+
+class Counts:
+    """Run of tokens -> what followed it, how often. At most `max_runs` runs; those not met for longest are forgotten."""
+
+    def __init__(self, min_depth: int, max_depth: int, max_runs: int) -> None:
+        self.depths = range(max_depth, min_depth - 1, -1)
+        self.max_runs = max_runs
+        self.following: OrderedDict[tuple[int, ...], Counter[int]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def add(self, text: list[int], start: int) -> None:
+        """Count the tokens of `text` from position `start` on as continuations of what is before them."""
+        with self.lock:
+            for position in range(start, len(text)):
+                for depth in self.depths:
+                    if depth <= position:
+                        run = tuple(text[position - depth : position])
+                        counts = self.following.get(run)
+                        if counts is None:
+                            counts = self.following[run] = Counter()
+                        counts[text[position]] += 1
+            while len(self.following) > self.max_runs:
+                self.following.popitem(last=False)
+
+    def next(self, text: list[int]) -> tuple[int, float, int] | None:
+        """Most frequent continuation of the longest known run at the end, its share, and the run's length."""
+        for depth in self.depths:
+            if depth <= len(text):
+                counts = self.following.get(tuple(text[-depth:]))
+                if counts:
+                    token, times = max(counts.items(), key=lambda each: each[1])
+                    return token, times / counts.total(), depth
+        return None
+
+
+class SuffixDrafter:
+    """Args: shortest and longest run to look for; least likely draft to propose; warm: keep what earlier calls wrote, at
+    most `max_runs` runs of it."""
+
+    name = "suffix"
+    costs_nothing = True
+
+    def __init__(
+        self,
+        min_depth: int = 2,
+        max_depth: int = 8,
+        min_probability: float = 0.3,
+        warm: bool = False,
+        max_runs: int = 1_000_000,
+    ) -> None:
+        if not 1 <= min_depth <= max_depth:
+            raise ValueError(f"min_depth={min_depth}, max_depth={max_depth}: need 1 <= min_depth <= max_depth")
+        if not 0 <= min_probability <= 1:
+            raise ValueError(f"min_probability={min_probability}: a probability between 0 and 1")
+        self.min_depth, self.max_depth = min_depth, max_depth
+        self.min_probability, self.max_runs = min_probability, max_runs
+        self.shared = Counts(min_depth, max_depth, max_runs) if warm else None
+
+    def start(self, request: Request) -> "SuffixSession":
+        counts = self.shared or Counts(self.min_depth, self.max_depth, self.max_runs)
+        return SuffixSession(counts, self.min_probability, request.vocab_size)
+
+    def forget(self) -> None:
+        """What earlier calls wrote, if it was kept."""
+        if self.shared is not None:
+            self.shared = Counts(self.min_depth, self.max_depth, self.max_runs)
+
+
+class SuffixSession:
+    def __init__(self, counts: Counts, min_probability: float, vocab_size: int) -> None:
+        self.counts, self.min_probability, self.vocab_size = counts, min_probability, vocab_size
+        self.text: list[int] = []
+        self.num_steps, self.seconds_forward = 0, 0.0
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        known = len(self.text)
+        self.text += ids[0, known:].tolist()
+        self.counts.add(self.text, known)
+        tail = self.text[-self.counts.depths.start :]
+        draft: list[int] = []
+        likely, matched = 1.0, 0
+        while len(draft) < gamma:
+            found = self.counts.next(tail)
+            if found is None:
+                break
+            token, share, depth = found
+            likely *= share
+            if likely < self.min_probability or token >= self.vocab_size:
+                break
+            matched = matched or depth
+            draft.append(token)
+            tail.append(token)
+        return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None, matched)
+
+    def observe(self, num_accepted: int) -> None:
+        pass
