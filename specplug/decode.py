@@ -1,10 +1,9 @@
 """The `rounds` engine: our own decoding loop, round after round until a criterion stops it.
 
-Receives what transformers prepared for its own loop (`_sample`) and returns what that loop returns. Serves one sequence
-with a dynamic cache; `why_not_rounds` says why not, for everything else.
+Receives what transformers prepared for its own loop (`_sample`) and returns what that loop returns. One sequence here,
+several in `batch.py`; `why_not_rounds` says what is left to the `lookahead` engine, `why_not_at_all` what to plain decoding.
 """
 
-import logging
 import time
 from typing import Any
 
@@ -15,14 +14,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from specplug import cache as caches
 from specplug import warp
-from specplug.config import first_line
-from specplug.drafters import Drafter, Proposal, Request
+from specplug.batch import why_not_batch
+from specplug.drafters import Drafter, Proposal, Request, Safely
+from specplug.lookahead import left_padding
 from specplug.round import Text, verify_at_once, verify_in_order
-from specplug.schedule import Schedule
+from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
-
-log = logging.getLogger(__name__)
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
 HANDLED = GROWING | {
@@ -35,27 +33,38 @@ HANDLED = GROWING | {
 }
 
 
-def why_not_rounds(
-    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
-) -> str | None:
-    """None if this call comes out exactly as plain decoding would have it, else the reason."""
+def why_not_at_all(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    """None if drafts can be taken back exactly in this call, else the reason why it has to be decoded plainly."""
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"
     if model._is_stateful:
         return f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back"
-    if input_ids.shape[0] != 1:
-        return f"the batch has {input_ids.shape[0]} sequences, and one at a time is served"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states were asked for, whose shapes tell how the text was made"
+    return caches.why_not_croppable(caches.get_cache(model_kwargs))
+
+
+def why_not_rounds(
+    input_ids: Tensor,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """None if our own loop makes of this call what transformers' loop makes of it, else the reason."""
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is given as embeddings"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions or hidden states were asked for"
     if synced_gpus:
         return "the call runs under synced_gpus"
     # `generate` hands on the tokenizer that it built stop strings with; the model never sees it.
     unknown = sorted(key for key, value in model_kwargs.items() if key not in HANDLED and value is not None)
     if unknown:
         return f"the model is given further inputs ({', '.join(unknown)})"
-    return caches.why_not_croppable(caches.get_cache(model_kwargs))
+    if len(input_ids) > 1:
+        return why_not_batch(input_ids, config, processors, criteria, streamer, model_kwargs)
+    return None
 
 
 def decode(
@@ -68,6 +77,7 @@ def decode(
     drafter: Drafter,
     schedule: Schedule,
     stats: Stats,
+    rule: str = "block",
     synchronize: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -87,9 +97,11 @@ def decode(
     all_scores: tuple[Tensor, ...] | None = () if keep and generation_config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keep and generation_config.output_logits else None
     stopping = Stopping(stopping_criteria)
-    verify = verify_at_once if warp.all_pointwise(logits_processor) else verify_in_order
     text = Text(input_ids)
-    hidden = _left_padding(input_ids, model_kwargs.get("attention_mask"))
+    (hidden,) = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    verify, for_draft = verify_in_order, warp.for_draft(logits_processor)
+    if warp.all_stateless(logits_processor):
+        verify, logits_processor = verify_at_once, warp.for_row(logits_processor, hidden)
 
     # The prompt's pass, transformers' own: chunked prefill and a reused cache included.
     started = now()
@@ -100,18 +112,18 @@ def decode(
     stats.num_prefill_tokens += 1
     started = now()
 
-    session = drafter.start(
-        Request(do_sample, warp.for_draft(logits_processor), outputs.logits.shape[-1], time_forward=synchronize)
-    )
+    request = Request(do_sample, for_draft, outputs.logits.shape[-1], schedule.min_confidence, synchronize)
+    session, plan = drafter.start(request), schedule.start(1, drafter.costs_nothing)
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
     caches.prepare_for_crop(cache)
-    first, stop, broken = True, False, False
+    safely = Safely(stats)
+    first, stop, began = True, False, time.perf_counter()
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
-            for token, origin, scores in verify(proposal, logits, logits_processor, do_sample, text):
+            for token, origin, scores in verify(proposal, logits, logits_processor, do_sample, text, rule):
                 text.commit(token)
                 if all_scores is not None:
                     all_scores += (scores,)
@@ -128,27 +140,24 @@ def decode(
             num_drafts = proposal.tokens.shape[1]
             if first:
                 stats.num_new_tokens += 1
-                first = False
+                first, began = False, time.perf_counter()
             else:
                 stats.count_round(num_drafts, num_accepted, rejected, num_tokens)
                 # The pass added one position for the last token and one per draft; each token committed keeps one.
                 caches.crop(cache, num_drafts + 1 - num_tokens)
                 session.observe(num_accepted)
+                over = time.perf_counter()
+                plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, over - began)
+                began = over
                 model_kwargs = model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=num_tokens)
             if stop:
                 break
 
             room = stopping.room(text.ids.shape[1])
-            gamma = schedule.next_gamma() if room is None else min(schedule.next_gamma(), room - 1)
-            drafting = now()
-            proposal = nothing
-            if gamma > 0 and not broken:
-                try:
-                    proposal = session.propose(text.ids[:, hidden:], gamma)
-                except Exception as error:  # whatever it is: the text so far is right, and goes on without drafts
-                    broken = True
-                    log.warning("specplug: the draft failed, going on without it: %s", first_line(error))
-            stats.seconds_draft += now() - drafting
+            gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
+            visible = text.ids[:, hidden:]
+            proposal = safely(lambda: session.propose(visible, gamma), nothing) if gamma > 0 else nothing  # noqa: B023
+            proposal = proposal.first(plan.trim(proposal.tokens.shape[1], proposal.bucket))
             width = proposal.tokens.shape[1] + 1
             inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)
             forward = now()
@@ -162,9 +171,10 @@ def decode(
         stats.seconds_draft_forward += session.seconds_forward
     if streamer is not None:
         streamer.end()
+    ids = text.ids.clone()
     if not keep:
-        return text.ids
-    fields: dict[str, Any] = {"sequences": text.ids, "scores": all_scores, "logits": all_logits, caches.NAME: cache}
+        return ids
+    fields: dict[str, Any] = {"sequences": ids, "scores": all_scores, "logits": all_logits, caches.NAME: cache}
     return GenerateDecoderOnlyOutput(**fields)
 
 
@@ -175,10 +185,3 @@ def _target_inputs(model: Any, text: Tensor, width: int, model_kwargs: dict[str,
     if "logits_to_keep" in model_kwargs:
         model_kwargs = {**model_kwargs, "logits_to_keep": width}
     return model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
-
-
-def _left_padding(input_ids: Tensor, mask: Tensor | None) -> int:
-    """Leading positions of a prompt that are masked: nothing to draft from."""
-    if mask is None or mask.ndim != 2 or mask.shape[1] != input_ids.shape[1]:
-        return 0
-    return int(mask[0].long().cumsum(0).eq(0).sum())

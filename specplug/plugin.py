@@ -1,36 +1,55 @@
-"""attach and detach: hooking the engine into `model.generate`, for every caller of it.
+"""SpeculativeProcessor, attach and detach: who is served, by which engine, and what was counted.
 
-The instance's class is swapped for a subclass that overrides `_sample`, the loop that `generate` enters last, with
-processors, criteria, streamer and cache prepared by transformers. Beam search and explicit assistants have loops of their
-own and are left alone. Which plugin serves which model is kept here, not on the model: a copied or pickled model is a
-plain one.
+The hook into `model.generate` is in hook.py; the two forms without attach are in carrier.py.
 """
 
+import functools
+import inspect
 import logging
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers import Pipeline, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
-from specplug.config import Config, Draft, Dtype, Fixed
-from specplug.decode import decode, why_not_rounds
+from specplug import carrier, hook
+from specplug.batch import decode_batch
+from specplug.cache import get_cache
+from specplug.config import Adaptive, Confidence, Config, Fixed
+from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
-from specplug.drafters.lookup import LookupDrafter
+from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
-from specplug.models import build_drafter, check_pair
-from specplug.schedule import FixedSchedule, Schedule
+from specplug.lookahead import Lookahead
+from specplug.models import check_pair
+from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
 from specplug.stats import Call, Stats
+from specplug.verify import RULES
 
 log = logging.getLogger(__name__)
 
-ENGINES = ("auto", "rounds", "plain")
-VERIFY_RULES = ("token",)
-DEFAULT_GAMMA = 4
+ENGINES = ("auto", "rounds", "lookahead", "plain")
 
 
-class SpeculativeProcessor:
-    """A drafter, a schedule and their counts, to be attached to one model at a time. Also a context manager.
+class SpeculativeProcessor(LogitsProcessor):
+    """A drafter, a schedule and their counts. Three ways to use it, one plugin for each model:
+
+    - `specplug.attach(model, draft)`, or `plugin.attach(model)`: every `generate` of the model, until `detach`.
+    - `model.generate(..., custom_generate=plugin)`: this call.
+    - `model.generate(..., logits_processor=[plugin])`: this call, by the `lookahead` engine, for callers that hand on
+      nothing but processors. The scores pass through untouched; the target is looked up in the loop that asks.
+
+    Args:
+        draft: a `Drafter`, a model, the name or folder of one, "lookup", a `Draft` config, or a whole `Config`.
+        schedule, engine, verify: as in `attach`.
+        synchronize: wait for the device around forward passes, so that the seconds counted are right.
 
     Attributes:
         stats: counts of all calls since the start or `reset_stats()`.
@@ -39,50 +58,56 @@ class SpeculativeProcessor:
 
     def __init__(
         self,
-        drafter: Drafter,
+        draft: Any = None,
         *,
         schedule: Schedule | None = None,
         engine: str = "auto",
-        verify: str = "token",
+        verify: str = "block",
         synchronize: bool = False,
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"engine={engine!r}: allowed are {', '.join(ENGINES)}")
-        if verify not in VERIFY_RULES:
-            raise ValueError(f"verify={verify!r}: allowed are {', '.join(VERIFY_RULES)}")
-        self.drafter = drafter
-        self.schedule = schedule or FixedSchedule(DEFAULT_GAMMA)
-        self.engine, self.verify, self.synchronize = engine, verify, synchronize
+        if isinstance(draft, Config):
+            schedule = schedule or make_schedule(draft)
+            engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
+            draft = draft.draft
+        self.schedule = schedule or AdaptiveSchedule()
+        self.engine = _allowed("engine", engine, ENGINES)
+        self.verify = _allowed("verify", verify, tuple(RULES))
+        self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
+        self._draft = draft
+        self._drafter: Drafter | None = draft if hasattr(draft, "start") else None
         self._target: weakref.ref[PreTrainedModel] | None = None
         self._warned: set[str] = set()
         self._counting = threading.Lock()
+        self._loops: dict[int, Any] = {}  # id of a running loop's frame -> its lookahead
+        self._handed = threading.local()  # what `generate` fails to hand to a custom_generate
+
+    @property
+    def drafter(self) -> Drafter:
+        if self._drafter is None:
+            raise ValueError("this plugin has no drafter yet: what was named is loaded when it first meets its target")
+        return self._drafter
 
     def reset_stats(self) -> None:
         self.stats, self.last = Stats(), None
 
     def attach(self, model_or_pipeline: Any) -> "SpeculativeProcessor":
         """Serve this model's `generate` from now on. Raises ValueError if it is served already or cannot be."""
-        model = _model_of(model_or_pipeline)
-        if isinstance(model, SpeculativeMixin):
-            raise ValueError("this model has a plugin attached; call specplug.detach(model) first")
+        model = hook.model_of(model_or_pipeline)
         if self._target is not None and self._target() is not None:
             raise ValueError("this plugin is attached to another model; make one plugin per model, or detach() first")
-        if isinstance(self.drafter, ModelDrafter):
-            check_pair(model, self.drafter.model)
-        model.__class__ = _speculative_class(type(model))
-        _ATTACHED[model] = self
+        self._meet(model, getattr(model_or_pipeline, "tokenizer", None))
+        hook.attach(model, self)
         self._target = weakref.ref(model)
         return self
 
     def detach(self) -> None:
-        """Leave the model as it was. Does nothing if not attached."""
+        """Leave the model as it was; a call that is under way is finished first. Does nothing if not attached."""
         model = self._target() if self._target is not None else None
         self._target = None
-        if model is not None and isinstance(model, SpeculativeMixin) and _ATTACHED.get(model) is self:
-            del _ATTACHED[model]
-            model.__class__ = type(model)._specplug_original
+        if model is not None:
+            hook.detach(model, self)
 
     def __enter__(self) -> "SpeculativeProcessor":
         return self
@@ -90,117 +115,178 @@ class SpeculativeProcessor:
     def __exit__(self, *_: Any) -> None:
         self.detach()
 
-    def _serve(self, model: PreTrainedModel, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for `_sample(input_ids, logits_processor, stopping_criteria, generation_config, ...)`."""
-        call = Call(num_calls=1)
-        try:
-            reason = "engine=plain" if self.engine == "plain" else _why_plain(model, *args, **kwargs)
-            if reason is None:
-                call.reason = "everything passed is served by it exactly"
-                return self._rounds(model, call, *args, **kwargs)
-            if self.engine == "rounds":
-                raise ValueError(f"engine=rounds cannot serve this call: {reason}. engine=auto decodes it plainly.")
-            if self.engine == "auto":
-                self._warn_once(f"decoding plainly, without drafts: {reason}")
-            call.engine, call.reason = "plain", reason
-            return plain(*args, **kwargs)
-        finally:
-            with self._counting:
-                self.last = call
-                self.stats = self.stats + call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a logits processor: `(input_ids, scores)` -> scores. As a custom_generate: what `_sample` takes."""
+        if args and isinstance(args[0], PreTrainedModel):
+            return self._custom_generate(*args, **kwargs)
+        input_ids, scores = args
+        carrier.arm(self, input_ids)
+        return scores
 
-    def _rounds(
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """`generate` reads it just before it drops what a custom_generate needs; see carrier.py."""
+        rescued = carrier.rescue(self)
+        if rescued is not None:
+            self._handed.arguments = rescued
+        return carrier.SIGNATURE
+
+    def _custom_generate(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        handed = self._handed.__dict__.pop("arguments", {})
+        if kwargs["generation_config"].num_beams > 1:
+            self.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
+            return hook.original_class(model)._beam_search(model, *args, **kwargs)  # type: ignore[attr-defined]
+        self._meet(model, handed.get("tokenizer"))
+        plain = functools.partial(hook.original_class(model)._sample, model)  # type: ignore[attr-defined]
+        kwargs = {"streamer": handed.get("streamer"), "synced_gpus": handed.get("synced_gpus") or False, **kwargs}
+        return self.serve(model, plain, *args, **kwargs)
+
+    def serve(
         self,
         model: Any,
-        call: Call,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
+        plain: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        with model._optimize_model_for_decode():
-            return decode(
-                model,
+        """Stand in for the loop `plain`, which is transformers' `_sample` with the model bound."""
+        call = Call(num_calls=1)
+        try:
+            settings = self._settings(hook.call_settings())
+            processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
+            call.engine, call.reason = self._choose(
+                settings, model, input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer,
+                model_kwargs,
+            )  # fmt: skip
+            common: Any = {"drafter": self.drafter, "schedule": settings.schedule, "stats": call}
+            if call.engine == "rounds":
+                inputs = (input_ids, processors, stopping_criteria, generation_config)
+                common |= {"rule": self.verify, "synchronize": self.synchronize, **model_kwargs}
+                with model._optimize_model_for_decode():
+                    if len(input_ids) > 1:
+                        return decode_batch(model, *inputs, **common)
+                    return decode(model, *inputs, streamer, **common)
+            loop = functools.partial(
+                plain,
                 input_ids,
-                logits_processor,
+                processors,
                 stopping_criteria,
                 generation_config,
+                synced_gpus,
                 streamer,
-                drafter=self.drafter,
-                schedule=self.schedule,
-                stats=call,
-                synchronize=self.synchronize,
                 **model_kwargs,
             )
+            if call.engine == "plain":
+                return loop()
+            lookahead = Lookahead(
+                get_cache(model_kwargs), input_ids, model_kwargs.get("attention_mask"), _vocab_size(model),
+                generation_config, processors, **common,
+            )  # fmt: skip
+            try:
+                with hook.intercepted(model, lookahead.cache, lookahead):
+                    return loop()
+            finally:
+                lookahead.finish()
+        finally:
+            self.count(call)
 
-    def _warn_once(self, message: str) -> None:
+    def _choose(
+        self,
+        settings: "Settings",
+        model: Any,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        synced_gpus: bool,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> tuple[str, str]:
+        """The engine for this call and the reason. Raises ValueError if the one that was asked for cannot serve it."""
+        if settings.engine == "plain":
+            return "plain", "engine=plain"
+        reason = why_not_at_all(model, config, model_kwargs)
+        if reason is not None:
+            if settings.engine != "auto":
+                raise ValueError(
+                    f"engine={settings.engine} cannot serve this call: {reason}. engine=auto decodes it plainly."
+                )
+            self.warn_once(f"decoding plainly, without drafts: {reason}")
+            return "plain", reason
+        if settings.engine == "lookahead":
+            return "lookahead", "engine=lookahead"
+        reason = why_not_rounds(input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs)
+        if reason is None:
+            return "rounds", "everything passed is served by it exactly"
+        if settings.engine == "rounds":
+            raise ValueError(
+                f"engine=rounds cannot serve this call: {reason}. engine=auto serves it by the lookahead engine."
+            )
+        return "lookahead", reason
+
+    def _settings(self, given: dict[str, Any] | None) -> "Settings":
+        """The plugin's settings, with those of this call in their place."""
+        settings = Settings(self.schedule, self.engine)
+        if given is None:
+            return settings
+        if not isinstance(given, dict) or set(given) - {"gamma", "engine"}:
+            raise ValueError(f"specplug={given!r}: give a dict with any of: gamma, engine")
+        if "gamma" in given:
+            settings = settings._replace(schedule=FixedSchedule(given["gamma"]))
+        if "engine" in given:
+            settings = settings._replace(engine=_allowed("engine", given["engine"], ENGINES))
+        return settings
+
+    def _meet(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        """Load the draft if it is only named yet, and see that it fits this target."""
+        with self._counting:
+            if self._drafter is None:
+                self._drafter = make_drafter(self._draft, model, tokenizer)
+        for member in getattr(self._drafter, "members", [self._drafter]):
+            if isinstance(member, ModelDrafter):
+                check_pair(model, member.model)
+
+    def count(self, call: Call) -> None:
+        with self._counting:
+            self.last = call
+            self.stats = self.stats + call
+
+    def warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             log.warning("specplug: %s", message)
 
 
-def _why_plain(
-    model: PreTrainedModel,
-    input_ids: Any,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    **model_kwargs: Any,
-) -> str | None:
-    return why_not_rounds(model, input_ids, generation_config, synced_gpus, model_kwargs)
+class Settings(NamedTuple):
+    """What one call is decoded with."""
+
+    schedule: Schedule
+    engine: str
 
 
-class SpeculativeMixin:
-    """Put before a model's own class by `attach`."""
-
-    _specplug_original: type
-
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        plain = super()._sample  # type: ignore[misc]
-        plugin = _ATTACHED.get(self)  # type: ignore[call-overload]
-        return plain(*args, **kwargs) if plugin is None else plugin._serve(self, plain, *args, **kwargs)
-
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        plugin = _ATTACHED.get(self)  # type: ignore[call-overload]
-        if plugin is not None:
-            plugin._warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
-        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the original class, without the plugin."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return (_new_instance, (self._specplug_original,), *reduced[2:])
+def _allowed(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
+    return value
 
 
-def _new_instance(original: Any) -> Any:
-    return original.__new__(original)
+def _vocab_size(model: PreTrainedModel) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
 
 
-_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, SpeculativeProcessor] = weakref.WeakKeyDictionary()
-_CLASSES: dict[type, type] = {}
-
-
-def _speculative_class(original: type) -> type:
-    """One subclass per model class, under the original's name: saved files and logs show the architecture."""
-    if original not in _CLASSES:
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        body = {**names, "__doc__": original.__doc__, "_specplug_original": original}
-        _CLASSES[original] = type(original.__name__, (SpeculativeMixin, original), body)
-    return _CLASSES[original]
-
-
-def _model_of(model_or_pipeline: Any) -> PreTrainedModel:
-    model = model_or_pipeline.model if isinstance(model_or_pipeline, Pipeline) else model_or_pipeline
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise ValueError(
-            f"cannot attach to a {type(model).__name__}: give a transformers model that can generate, or a pipeline"
-        )
-    return model
+def make_schedule(config: Config) -> Schedule:
+    schedule = config.schedule
+    if isinstance(schedule, Fixed):
+        return FixedSchedule(schedule.gamma)
+    if isinstance(schedule, Confidence):
+        return ConfidenceSchedule(schedule.gamma, schedule.threshold)
+    assert isinstance(schedule, Adaptive)
+    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen)
 
 
 def attach(
@@ -217,58 +303,43 @@ def attach(
 
     Args:
         model_or_pipeline: a transformers model, or a text-generation pipeline.
-        draft: a model, the name or folder of one, a `Drafter`, a `Draft` config, or None or "lookup" for n-gram lookup.
-        gamma: draft tokens a round (default 4). `schedule` replaces it.
-        verify: accept rule for sampling, "token"; at temperature 0 it is the comparison with the argmax.
-        engine: "auto" decodes plainly, with one warning, what cannot be served exactly; "rounds" raises instead;
-            "plain" never drafts.
+        draft: a model, the name or folder of one, a `Drafter`, a `Draft` config, "suffix", None or "lookup" for n-gram
+            lookup, or a list of these: a chain, each asked when the one before has nothing good.
+        gamma: draft tokens in every round. Without it, and without `schedule`, as many as pay, by measurement.
+        schedule: see schedule.py.
+        verify: accept rule for sampling, "block" (the default) or "token"; at temperature 0 it is the comparison with the
+            argmax.
+        engine: "auto" takes our own loop ("rounds") where everything passed is known to come out the same there, and else
+            transformers' loop over a target that looks ahead ("lookahead"); what neither can serve is decoded plainly,
+            with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
+            "lookahead" also gives equal ids under the same seed when sampling.
         config: a `Config` from `specplug.load()`, for what is not given here.
     Raises:
         ValueError: draft and target do not fit, or a value is not allowed; the text says what is.
     """
-    model = _model_of(model_or_pipeline)
     if config is not None:
         draft = config.draft if draft is None else draft
-        gamma = config.schedule.gamma if gamma is None and isinstance(config.schedule, Fixed) else gamma
+        schedule = make_schedule(config) if gamma is None and schedule is None else schedule
         engine = type(config.engine).__name__.lower() if engine is None else engine
         verify = type(config.verify).__name__.lower() if verify is None else verify
     if schedule is not None and gamma is not None:
         raise ValueError("gamma and schedule both say how many tokens to draft; give one of them")
-    if draft is model:
-        raise ValueError(
-            "draft is the target itself; it would cost more than it saves. Name a smaller or quantized one."
-        )
     return SpeculativeProcessor(
-        _drafter(draft, model, getattr(model_or_pipeline, "tokenizer", None)),
-        schedule=schedule or FixedSchedule(DEFAULT_GAMMA if gamma is None else gamma),
+        draft,
+        schedule=schedule if gamma is None else FixedSchedule(gamma),
         engine=engine or "auto",
-        verify=verify or "token",
-    ).attach(model)
+        verify=verify or "block",
+    ).attach(model_or_pipeline)
 
 
 def detach(model_or_pipeline: Any) -> None:
     """Undo `attach`. Does nothing to a model that has no plugin."""
-    plugin = _ATTACHED.get(_model_of(model_or_pipeline))
+    plugin = attached(model_or_pipeline)
     if plugin is not None:
         plugin.detach()
 
 
 def attached(model_or_pipeline: Any) -> SpeculativeProcessor | None:
     """The plugin that serves this model, or None."""
-    return _ATTACHED.get(_model_of(model_or_pipeline))
-
-
-def _drafter(draft: Any, model: PreTrainedModel, tokenizer: Any) -> Drafter:
-    if draft is None or draft == "lookup":
-        return LookupDrafter()
-    if isinstance(draft, str):
-        # A draft that is only named gets the target's device, and its dtype where that is an ordinary one.
-        dtype = next((each for each in Dtype if each.value == str(model.dtype).removeprefix("torch.")), Dtype.fp32)
-        draft = Draft(name_or_path=draft, dtype=dtype, device=str(model.device))
-    if isinstance(draft, Draft):
-        return build_drafter(draft, model, tokenizer)
-    if isinstance(draft, PreTrainedModel):
-        return ModelDrafter(draft)
-    if hasattr(draft, "start"):
-        return draft
-    raise ValueError(f"draft={draft!r}: give a model, the name or folder of one, 'lookup', a Drafter or a draft config")
+    plugin: SpeculativeProcessor | None = hook.attached(hook.model_of(model_or_pipeline))
+    return plugin

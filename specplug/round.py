@@ -1,7 +1,7 @@
 """One round: verify a proposal against the target's logits and hand out its tokens one by one.
 
 Two ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
-look at one position alone. `verify_in_order` calls the processors once per token, on the accepted prefix, and goes on
+keep no state. `verify_in_order` calls the processors once per token, on the accepted prefix, and goes on
 only when the caller asks for the next token: a processor or criterion that keeps state sees exactly what plain decoding
 shows it.
 """
@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.drafters import Proposal
-from specplug.verify import residual, sample, token_acceptance, verify_greedy, verify_token
+from specplug.verify import RULES, residual, sample, token_acceptance, verify_greedy
 
 
 class Emitted(NamedTuple):
@@ -25,22 +25,29 @@ class Emitted(NamedTuple):
 
 
 class Text:
-    """The prompt and every token committed so far, (1, T)."""
+    """The prompt and every token committed so far, (1, T). What was handed out before stays as it was."""
 
     def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
+        self._buffer, self._length = ids, ids.shape[1]
+
+    @property
+    def ids(self) -> Tensor:
+        return self._buffer[:, : self._length]
 
     def commit(self, token: int) -> None:
-        self.ids = torch.cat([self.ids, self.ids.new_tensor([[token]])], dim=1)
+        if self._length == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, self._buffer.new_zeros((1, max(self._length, 64)))], dim=1)
+        self._buffer[0, self._length] = token
+        self._length += 1
 
 
 def verify_at_once(
-    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text
+    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text, rule: str
 ) -> Iterator[Emitted]:
-    """`logits` is (1, G + 1, V) in fp32; every processor must be pointwise."""
-    scores = warp.process_at_once(processors, text.ids, logits)  # (1, G + 1, V)
+    """`logits` is (1, G + 1, V) in fp32; every processor must be stateless. `rule`: see verify.RULES."""
+    scores = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
     if do_sample:
-        verified = verify_token(proposal.tokens, proposal.probs, warp.to_probs(scores))
+        verified = RULES[rule](proposal.tokens, proposal.probs, warp.to_probs(scores))
     else:
         verified = verify_greedy(proposal.tokens, scores)
     # The one host read of the round.
@@ -52,9 +59,12 @@ def verify_at_once(
 
 
 def verify_in_order(
-    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text
+    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text, rule: str
 ) -> Iterator[Emitted]:
-    """Like `verify_at_once`, for any processors. The caller commits each token before it asks for the next."""
+    """Like `verify_at_once`, for any processors. The caller commits each token before it asks for the next.
+
+    By the token rule always: the block rule looks at all positions before it keeps the first.
+    """
     num_drafts = proposal.tokens.shape[1]
     for i in range(num_drafts + 1):
         # A copy: a processor may write into the logits it is given, as plain decoding lets it.

@@ -128,7 +128,7 @@ def test_stateful_criteria_are_asked_once_per_token(llama, llama_draft, calls):
     for draft in (None, llama_draft):
         criterion = StopAfter(calls)
         if draft is not None:
-            specplug.attach(llama, draft)
+            specplug.attach(llama, draft, gamma=4)
         outputs.append(llama.generate(ids, max_new_tokens=NEW, do_sample=False, stopping_criteria=[criterion]))
         specplug.detach(llama)
         seen.append(criterion.seen)
@@ -140,7 +140,7 @@ def test_stateful_processors_see_what_plain_decoding_shows_them(llama, llama_dra
     for draft in (None, llama_draft):
         recorder = Recorder()
         if draft is not None:
-            specplug.attach(llama, draft)
+            specplug.attach(llama, draft, gamma=4)
         outputs.append(llama.generate(ids, max_new_tokens=NEW, do_sample=False, logits_processor=[recorder]))
         specplug.detach(llama)
         seen.append(recorder.seen)
@@ -161,7 +161,7 @@ class Collect(BaseStreamer):
 def test_streamer_gets_the_same_chunks(llama, llama_draft):
     ids, streamers = prompt(seed=6), (Collect(), Collect())
     llama.generate(ids, max_new_tokens=NEW, do_sample=False, streamer=streamers[0])
-    with specplug.attach(llama, llama_draft):
+    with specplug.attach(llama, llama_draft, gamma=4):
         llama.generate(ids, max_new_tokens=NEW, do_sample=False, streamer=streamers[1])
     assert streamers[0].chunks == streamers[1].chunks
     assert streamers[1].ended == 1
@@ -182,7 +182,7 @@ def test_second_turn_on_a_reused_cache(llama, llama_draft):
     sequences = []
     for draft in (None, llama_draft):
         if draft is not None:
-            specplug.attach(llama, draft)
+            specplug.attach(llama, draft, gamma=4)
         first = llama.generate(prompt(seed=8), max_new_tokens=10, do_sample=False, return_dict_in_generate=True)
         turn = torch.cat([first.sequences, prompt(5, seed=9)], dim=1)
         second = llama.generate(

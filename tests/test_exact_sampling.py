@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import specplug
 from specplug.drafters import Proposal
 from specplug.drafters.model import ModelDrafter, ModelSession
+from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
 V, TOKENS, SAMPLES = 6, 3, 1500
 PROMPT = torch.tensor([[3, 4, 5, 3, 4]])
@@ -76,10 +77,11 @@ def exact_law(target, settings) -> torch.Tensor:
     return torch.tensor(law, dtype=torch.float64)
 
 
-def sampled_counts(target, draft, settings, gamma=2) -> torch.Tensor:
+def sampled_counts(target, draft, settings, gamma=2, schedule=None, rule="block") -> torch.Tensor:
     torch.manual_seed(0)
     counts = torch.zeros(V**TOKENS, dtype=torch.float64)
-    with specplug.attach(target, draft, gamma=gamma, engine="rounds") as plugin:
+    schedule = schedule or FixedSchedule(gamma)
+    with specplug.attach(target, draft, schedule=schedule, engine="rounds", verify=rule) as plugin:
         for _ in range(SAMPLES):
             a, b, c = target.generate(PROMPT, **arguments(settings))[0, -TOKENS:].tolist()
             counts[(a * V + b) * V + c] += 1
@@ -106,6 +108,19 @@ def test_samples_have_the_law_of_the_target(target, drafter, settings):
     assert law.sum().item() == pytest.approx(1)
     draft = noisy_copy(target, scale=0.1) if drafter == "model" else specplug.drafters.lookup.LookupDrafter(min_ngram=1)
     assert pvalue(sampled_counts(target, draft, SETTINGS[settings]), law) > 1e-6
+
+
+@pytest.mark.parametrize("schedule", [ConfidenceSchedule(2, 0.45), AdaptiveSchedule(2)])
+def test_a_schedule_does_not_change_the_law(target, schedule):
+    law = exact_law(target, {})
+    assert pvalue(sampled_counts(target, noisy_copy(target, scale=0.1), {}, schedule=schedule), law) > 1e-6
+
+
+@pytest.mark.parametrize("settings", ["plain", "temperature 0.7", "repetition penalty"])
+def test_the_token_rule_too(target, settings):
+    """The other tests take the default, the block rule."""
+    law = exact_law(target, SETTINGS[settings])
+    assert pvalue(sampled_counts(target, noisy_copy(target, scale=0.1), SETTINGS[settings], rule="token"), law) > 1e-6
 
 
 class StatesWrongProbs(ModelDrafter):
@@ -152,4 +167,40 @@ def test_a_residual_that_is_not_one_is_caught(target, monkeypatch):
 
     law = exact_law(target, {})
     monkeypatch.setattr(specplug.verify, "residual", lambda tokens, draft, target: target[:, : tokens.shape[1]])
-    assert pvalue(sampled_counts(target, noisy_copy(target, scale=0.1), {}), law) < 1e-6
+    assert pvalue(sampled_counts(target, noisy_copy(target, scale=0.1), {}, rule="token"), law) < 1e-6
+
+
+DEFAULTS = {
+    "pipeline": {"temperature": 0.7},
+    "top-k 50": {"top_k": 50},
+    "top-p 0.9": {"top_p": 0.9},
+    "repetition penalty 1.05": {"repetition_penalty": 1.05},
+}
+
+
+@pytest.mark.parametrize("settings", DEFAULTS)
+def test_samples_are_those_of_plain_generate(settings):
+    """Two samples, of plain generate and of ours, from a vocabulary of 64; false alarms below 1e-6 (chi-square).
+
+    The draft is a model whose alpha is about a half, so that accepted and recovered tokens both count.
+    """
+    from scipy.stats import chi2_contingency
+
+    model = make_model(seed=6)
+    model.generation_config.eos_token_id = None
+    model.generation_config.top_k = 0
+    call = {"do_sample": True, "max_new_tokens": 3, **DEFAULTS[settings]}
+    counts = torch.zeros(2, 64, 3)
+    torch.manual_seed(0)
+    for side in (0, 1):
+        plugin = specplug.attach(model, noisy_copy(model, scale=0.1), gamma=2, engine="rounds") if side else None
+        for _ in range(1200):
+            for position, token in enumerate(model.generate(PROMPT, **call)[0, -3:].tolist()):
+                counts[side, token, position] += 1
+        if plugin is not None:
+            assert 0.1 < plugin.stats.alpha < 0.95
+            plugin.detach()
+    for position in range(3):
+        common = counts[:, :, position].sum(0) >= 10
+        table = torch.cat([counts[:, common, position], counts[:, ~common, position].sum(1, keepdim=True)], dim=1)
+        assert chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-6 / 12

@@ -37,7 +37,7 @@ class Raises(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         self.calls += 1
-        if self.calls == 4:
+        if self.calls == 4 and self.error is not None:
             raise self.error
         return scores
 
@@ -45,7 +45,7 @@ class Raises(LogitsProcessor):
 @pytest.mark.parametrize("error", [None, RuntimeError("processor"), KeyboardInterrupt()])
 def test_detach_leaves_everything_as_it_was(target, draft, error):
     before = fingerprint(target), fingerprint(draft)
-    plugin = specplug.attach(target, draft)
+    plugin = specplug.attach(target, draft, gamma=4)
     if error is None:
         target.generate(prompt(), **GREEDY)
     else:
@@ -55,19 +55,63 @@ def test_detach_leaves_everything_as_it_was(target, draft, error):
     assert (fingerprint(target), fingerprint(draft)) == before
 
 
+class FailsLater:
+    """Raises at the fourth call, wherever it is put."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("on purpose")
+        return torch.tensor([False])
+
+    put = __call__
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("engine", ["rounds", "lookahead"])
+@pytest.mark.parametrize("where", ["criterion", "streamer", "target", "draft"])
+def test_side_effects_of_an_exception(target, draft, where, engine):
+    """A draft that raises does not lose the text; everything else comes through, and nothing is left behind."""
+    plain = target.generate(prompt(), **GREEDY)
+    before = fingerprint(target), fingerprint(draft)
+    extra = {"criterion": {"stopping_criteria": [FailsLater()]}, "streamer": {"streamer": FailsLater()}}.get(where, {})
+    hooks = []
+    if where in ("target", "draft"):
+        fails, model = FailsLater(), {"target": target, "draft": draft}[where]
+        hooks = [model.register_forward_pre_hook(lambda *_: (fails(), None)[1])]
+    plugin = specplug.attach(target, draft, engine=engine, gamma=4)
+    try:
+        if where == "draft":
+            assert torch.equal(target.generate(prompt(), **GREEDY, **extra), plain)
+        else:
+            with pytest.raises(RuntimeError, match="on purpose"):
+                target.generate(prompt(), **GREEDY, **extra)
+    finally:
+        plugin.detach()
+        for each in hooks:
+            each.remove()
+    assert (fingerprint(target), fingerprint(draft)) == before
+    assert torch.equal(target.generate(prompt(), **GREEDY), plain)
+
+
 def test_with_form_and_detach_function(target, draft):
-    with specplug.attach(target, draft) as plugin:
+    with specplug.attach(target, draft, gamma=4) as plugin:
         assert specplug.attached(target) is plugin
         assert isinstance(target, type(target)) and type(target).__name__ == "LlamaForCausalLM"
     assert specplug.attached(target) is None
-    specplug.attach(target, draft)
+    specplug.attach(target, draft, gamma=4)
     specplug.detach(target)
     specplug.detach(target)
     assert specplug.attached(target) is None
 
 
 def test_counts_of_calls_add_up(target, draft):
-    with specplug.attach(target, draft) as plugin:
+    with specplug.attach(target, draft, gamma=4) as plugin:
         assert plugin.last is None
         for seed in range(3):
             target.generate(prompt(seed=seed), **GREEDY)
@@ -82,7 +126,7 @@ def test_copies_and_pickles_are_plain_models(target, draft, tmp_path):
     ids = prompt()
     plain = target.generate(ids, **GREEDY)
     original = type(target)
-    with specplug.attach(target, draft):
+    with specplug.attach(target, draft, gamma=4):
         for twin in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
             assert type(twin) is original and specplug.attached(twin) is None
             assert torch.equal(twin.generate(ids, **GREEDY), plain)
@@ -94,41 +138,51 @@ def test_two_models_do_not_mix(target, draft):
     other = make_model("gpt2")
     ids = prompt()
     plain = [model.generate(ids, **GREEDY) for model in (target, other)]
-    with specplug.attach(target, draft) as first, specplug.attach(other, "lookup") as second:
+    with specplug.attach(target, draft, gamma=4) as first, specplug.attach(other, "lookup", gamma=4) as second:
         ours = [model.generate(ids, **GREEDY) for model in (target, other)]
         assert first.last.num_draft_steps > 0 and second.last.num_draft_steps == 0
     assert all(map(torch.equal, plain, ours))
 
 
 def test_threads_on_one_model(target, draft):
-    prompts = [prompt(length=5 + seed, seed=seed) for seed in range(4)]
-    plain = [target.generate(ids, **GREEDY) for ids in prompts]
+    """8 threads of 50 calls give what 400 calls in a row give, whichever engine each of them asks for."""
+    prompts = [prompt(length=5 + seed, seed=seed) for seed in range(5)]
+    call = {"max_new_tokens": 8, "do_sample": False}
+    plain = [target.generate(ids, **call) for ids in prompts]
     wrong = []
-    with specplug.attach(target, draft) as plugin:
+    with specplug.attach(target, draft, gamma=4) as plugin:
 
-        def work():
-            for ids, expected in zip(prompts, plain, strict=True):
-                if not torch.equal(target.generate(ids, **GREEDY), expected):
-                    wrong.append(ids)
+        def work(number):
+            for k in range(50):
+                which, engine = (k + number) % 5, ("rounds", "lookahead")[k % 2]
+                if not torch.equal(target.generate(prompts[which], specplug={"engine": engine}, **call), plain[which]):
+                    wrong.append((which, engine))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert plugin.stats.num_calls == 16
+        assert plugin.stats.num_calls == 400
     assert not wrong
 
 
 REFUSED = {
-    "the target itself": (lambda t, d: specplug.attach(t, t), "target itself"),
+    "the target itself": (lambda t, d: specplug.attach(t, t, gamma=4), "target itself"),
     "negative gamma": (lambda t, d: specplug.attach(t, d, gamma=-1), "gamma=-1"),
     "half a gamma": (lambda t, d: specplug.attach(t, d, gamma=2.5), "gamma=2.5"),
-    "unknown engine": (lambda t, d: specplug.attach(t, d, engine="fast"), "auto, rounds, plain"),
-    "unknown rule": (lambda t, d: specplug.attach(t, d, verify="lossy"), "token"),
-    "not a draft": (lambda t, d: specplug.attach(t, 7), "draft=7"),
-    "not a model": (lambda t, d: specplug.attach(torch.nn.Linear(2, 2), d), "Linear"),
-    "other vocabulary": (lambda t, d: specplug.attach(t, make_model(vocab_size=70)), "64 tokens and the draft 70"),
+    "unknown engine": (lambda t, d: specplug.attach(t, d, engine="fast", gamma=4), "auto, rounds, lookahead, plain"),
+    "unknown rule": (lambda t, d: specplug.attach(t, d, verify="lossy", gamma=4), "token"),
+    "not a draft": (lambda t, d: specplug.attach(t, 7, gamma=4), "draft=7"),
+    "not a model": (lambda t, d: specplug.attach(torch.nn.Linear(2, 2), d, gamma=4), "Linear"),
+    "copied in every call": (
+        lambda t, d: specplug.attach(torch.nn.DataParallel(t), d, gamma=4),
+        "attach to its .module",
+    ),
+    "other vocabulary": (
+        lambda t, d: specplug.attach(t, make_model(vocab_size=70), gamma=4),
+        "64 tokens and the draft 70",
+    ),
     "gamma and schedule": (
         lambda t, d: specplug.attach(t, d, gamma=2, schedule=specplug.plugin.FixedSchedule(2)),
         "gamma and schedule",
@@ -146,9 +200,9 @@ def test_refused_in_one_line(target, draft, name):
 
 
 def test_attaching_twice_is_refused(target, draft):
-    with specplug.attach(target, draft) as plugin:
+    with specplug.attach(target, draft, gamma=4) as plugin:
         with pytest.raises(ValueError, match="detach"):
-            specplug.attach(target, draft)
+            specplug.attach(target, draft, gamma=4)
         with pytest.raises(ValueError, match="another model"):
             plugin.attach(make_model(seed=5))
 
@@ -162,7 +216,7 @@ def test_vocabularies_padded_for_the_hardware_are_allowed():
         large.lm_head.weight[12_800:] = 0
     for target, draft in ((small, large), (large, small)):
         plain = target.generate(prompt(), **GREEDY)
-        with specplug.attach(target, draft) as plugin:
+        with specplug.attach(target, draft, gamma=4) as plugin:
             assert torch.equal(target.generate(prompt(), **GREEDY), plain)
             assert plugin.last.alpha > 0.5
             target.generate(prompt(), do_sample=True, max_new_tokens=20)
@@ -205,8 +259,6 @@ def test_a_draft_that_fails_does_not_lose_the_text(target, draft, caplog):
 
 
 NOT_SERVED = {
-    "batch": (lambda: {"input_ids": torch.cat([prompt(), prompt(seed=1)])}, "batch has 2"),
-    "several answers": (lambda: {"input_ids": prompt(), "num_return_sequences": 2, "do_sample": True}, "batch has 2"),
     "hidden states": (
         lambda: {"input_ids": prompt(), "output_hidden_states": True, "return_dict_in_generate": True},
         "hidden states",
@@ -222,7 +274,7 @@ def test_what_is_not_served_is_decoded_plainly_with_one_warning(target, draft, n
     arguments = {**GREEDY, **make()}
     torch.manual_seed(0)
     plain = target.generate(**arguments)
-    with specplug.attach(target, draft) as plugin, caplog.at_level(logging.WARNING, "specplug"):
+    with specplug.attach(target, draft, gamma=4) as plugin, caplog.at_level(logging.WARNING, "specplug"):
         for _ in range(2):
             torch.manual_seed(0)
             ours = target.generate(**arguments)
@@ -232,12 +284,75 @@ def test_what_is_not_served_is_decoded_plainly_with_one_warning(target, draft, n
 
 
 def test_engine_rounds_refuses_instead(target, draft):
-    with specplug.attach(target, draft, engine="rounds"), pytest.raises(ValueError, match="batch has 2"):
-        target.generate(torch.cat([prompt(), prompt(seed=1)]), **GREEDY)
+    embeds = target.get_input_embeddings()(prompt())
+    with (
+        specplug.attach(target, draft, engine="rounds", gamma=4),
+        pytest.raises(ValueError, match="given as embeddings"),
+    ):
+        target.generate(inputs_embeds=embeds, **GREEDY)
+    with (
+        specplug.attach(target, draft, engine="lookahead", gamma=4),
+        pytest.raises(ValueError, match="use_cache=False"),
+    ):
+        target.generate(prompt(), use_cache=False, **GREEDY)
+
+
+def test_auto_takes_the_engine_that_serves_and_says_why(target, draft):
+    two, embeds = torch.cat([prompt(), prompt(seed=1)]), target.get_input_embeddings()(prompt())
+    calls = [
+        ({"inputs": prompt()}, "rounds", "exactly"),
+        ({"inputs": two}, "rounds", "exactly"),
+        ({"inputs": two, "return_dict_in_generate": True}, "lookahead", "cache of all sequences"),
+        ({"inputs": two, "logits_processor": [Raises(None)]}, "lookahead", "Raises may look at all"),
+        ({"inputs": two, "eos_token_id": None, "max_time": 1e6}, "lookahead", "without an end-of-sequence token"),
+        ({"inputs_embeds": embeds}, "lookahead", "embeddings"),
+        ({"inputs": prompt(), "use_cache": False}, "plain", "use_cache=False"),
+    ]
+    with specplug.attach(target, draft, gamma=4) as plugin:
+        for arguments, engine, reason in calls:
+            target.generate(**arguments, **GREEDY)
+            assert plugin.last.engine == engine and reason in plugin.last.reason
+
+
+def test_settings_of_one_call(target, draft):
+    plain = target.generate(prompt(), **GREEDY)
+    with specplug.attach(target, draft, gamma=3) as plugin:
+        assert torch.equal(target.generate(prompt(), specplug={"gamma": 0}, **GREEDY), plain)
+        assert plugin.last.num_draft_tokens == 0
+        assert torch.equal(target.generate(prompt(), specplug={"gamma": 5, "engine": "lookahead"}, **GREEDY), plain)
+        assert plugin.last.engine == "lookahead" and max(plugin.last.drafted) == 5
+        target.generate(prompt(), **GREEDY)
+        assert plugin.last.engine == "rounds" and max(plugin.last.drafted) == 3
+        for wrong, said in (
+            ({"gama": 1}, "gamma, engine"),
+            ({"gamma": -1}, "0 or more"),
+            ({"engine": "x"}, "lookahead"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                target.generate(prompt(), specplug=wrong, **GREEDY)
+
+
+def test_detach_during_a_call_lets_it_finish(target, draft):
+    class Detaches(LogitsProcessor):
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            if self.calls == 5:
+                specplug.detach(target)
+            return scores
+
+    plain = target.generate(prompt(), **GREEDY)
+    original = type(target)
+    for engine in ("rounds", "lookahead"):
+        plugin = specplug.attach(target, draft, engine=engine, gamma=4)
+        assert torch.equal(target.generate(prompt(), logits_processor=[Detaches()], **GREEDY), plain)
+        assert plugin.last.num_accepted > 0 and type(target) is original and specplug.attached(target) is None
 
 
 def test_engine_plain_never_drafts(target, draft):
-    with specplug.attach(target, draft, engine="plain") as plugin:
+    with specplug.attach(target, draft, engine="plain", gamma=4) as plugin:
         target.generate(prompt(), **GREEDY)
         assert plugin.last.engine == "plain" and plugin.last.num_rounds == 0
 
@@ -245,7 +360,7 @@ def test_engine_plain_never_drafts(target, draft):
 def test_beam_search_and_assistants_are_left_alone(target, draft, caplog):
     beams = {**GREEDY, "num_beams": 3}
     plain = target.generate(prompt(), **beams), target.generate(prompt(), assistant_model=draft, **GREEDY)
-    with specplug.attach(target, draft) as plugin, caplog.at_level(logging.WARNING, "specplug"):
+    with specplug.attach(target, draft, gamma=4) as plugin, caplog.at_level(logging.WARNING, "specplug"):
         ours = target.generate(prompt(), **beams), target.generate(prompt(), assistant_model=draft, **GREEDY)
         assert plugin.stats.num_calls == 0
     assert all(map(torch.equal, plain, ours))
@@ -257,9 +372,9 @@ def test_configuration_of_a_draft_model_without_rollback_is_refused(target):
 
     state = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match="cannot be rolled back"):
-        specplug.attach(target, state)
+        specplug.attach(target, state, gamma=4)
     plain = state.generate(prompt(), **GREEDY)
-    with specplug.attach(state, "lookup") as plugin:
+    with specplug.attach(state, "lookup", gamma=4) as plugin:
         assert torch.equal(state.generate(prompt(), **GREEDY), plain)
         assert plugin.last.engine == "plain"
 
@@ -289,7 +404,20 @@ def test_pipeline_with_stop_strings_and_a_streaming_thread(tiny_pipeline):
 
 
 def test_output_object_has_the_cache_under_its_name(target, draft):
-    with specplug.attach(target, draft):
+    with specplug.attach(target, draft, gamma=4):
         output = target.generate(prompt(), return_dict_in_generate=True, **GREEDY)
     assert output[NAME].get_seq_length() == output.sequences.shape[1] - 1
     assert output.attentions is None and output.scores is None
+
+
+def test_caches_that_cannot_be_rolled_back_are_named(target):
+    from transformers import DynamicCache, StaticCache
+
+    from specplug.cache import why_not_croppable
+
+    offloaded = DynamicCache(config=target.config)
+    offloaded.offloading = True  # what `cache_implementation="offloaded"` makes, without a second device to move it to
+    assert "offloaded" in why_not_croppable(offloaded)
+    assert "StaticCache" in why_not_croppable(StaticCache(config=target.config, max_cache_len=8))
+    assert "use_cache=False" in why_not_croppable(None)
+    assert why_not_croppable(DynamicCache(config=target.config)) is None

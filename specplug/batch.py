@@ -1,0 +1,248 @@
+"""The `rounds` engine for several sequences: each row accepts as many drafts as it can, and leaves when it is finished.
+
+Rows of different lengths stay aligned to their right ends, in the text and in the cache, as left-padded prompts are: after
+each pass `cache.align` moves every row by its own number of rejected positions. `why_not_batch` says what is not served
+here; the `lookahead` engine then does.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from specplug import cache as caches
+from specplug import warp
+from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
+from specplug.lookahead import left_padding
+from specplug.round import Text
+from specplug.schedule import Round, Schedule
+from specplug.stats import Stats
+from specplug.stopping import Stopping
+from specplug.verify import RULES, verify_greedy
+
+# Criteria that judge each row by itself, whatever the others are.
+ROWWISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
+
+
+def why_not_batch(
+    input_ids: Tensor,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """None if rows may advance by different lengths, else what needs them to advance together."""
+    if not warp.all_stateless(processors, len(input_ids)):
+        known = warp.for_draft(processors, len(input_ids))
+        other = next(type(each).__name__ for each in processors if each not in known)
+        return f"{other} may look at all sequences of the batch"
+    others = [type(each).__name__ for each in criteria if type(each) not in ROWWISE]
+    if others:
+        return f"{others[0]} may look at all sequences of the batch"
+    if not any(type(each) is EosTokenCriteria for each in criteria) and len(criteria) > 1:
+        return "without an end-of-sequence token, finished sequences go on until all are finished"
+    if streamer is not None:
+        return "a streamer is given one token of every sequence at a time"
+    if config.return_dict_in_generate:
+        return "scores or the cache of all sequences were asked for"
+    if caches.get_cache(model_kwargs).get_seq_length() > 0:
+        return "the batch goes on from a filled cache"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not (mask.ndim == 2 and bool((mask.long().diff(dim=1) >= 0).all())):
+        return "the attention mask has holes"
+    return None
+
+
+class Row:
+    """One sequence: its text as plain decoding has it, padding included, and where it stands in the output."""
+
+    def __init__(self, index: int, ids: Tensor, hidden: int) -> None:
+        self.index, self.text, self.hidden = index, Text(ids), hidden
+
+    @property
+    def length(self) -> int:
+        """Without the padding of the prompt."""
+        return self.text.ids.shape[1] - self.hidden
+
+    @property
+    def visible(self) -> Tensor:
+        return self.text.ids[:, self.hidden :]
+
+
+def decode_batch(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: Drafter,
+    schedule: Schedule,
+    stats: Stats,
+    rule: str = "block",
+    synchronize: bool = False,
+    **model_kwargs: Any,
+) -> Tensor:
+    """Generate for (B, T) ids; counts, one round a row and pass, go to `stats`. Returns (B, T + new), padded on the right."""
+
+    def now() -> float:
+        if synchronize and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    model_kwargs.pop("tokenizer", None)
+    do_sample = bool(generation_config.do_sample)
+    padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
+    rows = [Row(b, input_ids[b : b + 1], padding[b]) for b in range(len(input_ids))]
+    everyone, active = rows, list(rows)
+    stopping = Stopping(stopping_criteria)
+
+    started = now()
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    cache = caches.get_cache(model_kwargs)
+    logits = outputs.logits[:, -1:].float()  # (B, 1, V)
+    del outputs
+    stats.seconds_prefill += now() - started
+    stats.num_prefill_tokens += len(rows)
+    started = now()
+
+    for_draft = warp.for_draft(logits_processor, len(rows))
+    request = Request(do_sample, for_draft, logits.shape[-1], schedule.min_confidence, synchronize)
+    session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
+    safely = Safely(stats)
+    caches.prepare_for_crop(cache)
+    nothing = proposals = RowProposals.none(input_ids)
+    slots, first, began = input_ids.shape[1], True, time.perf_counter()  # slots: positions in the cache
+    try:
+        while True:
+            lengths = [proposals.lengths[row.index] for row in active]
+            width = logits.shape[1]
+            num_accepted, next_token = _verify(active, proposals, lengths, logits, logits_processor, do_sample, rule)
+            going_on, committed, made = [], [], []
+            for i, row in enumerate(active):
+                drafts = proposals.tokens[row.index, : num_accepted[i]].tolist()
+                num_tokens, stopped = _commit(row, [*drafts, next_token[i]], stopping)
+                kept = min(num_accepted[i], num_tokens)
+                if first:
+                    stats.num_new_tokens += 1
+                else:
+                    stats.count_round(lengths[i], kept, kept < lengths[i] and num_tokens > kept, num_tokens)
+                    session.observe(row.index, kept)
+                    made.append(Round(lengths[i], kept, proposals.buckets[row.index]))
+                committed.append(num_tokens)
+                if not stopped:
+                    going_on.append(i)
+            over = time.perf_counter()
+            if not first:
+                plan.observe(made, sum(committed) / len(committed), over - began)
+            began = over
+            if not going_on:
+                break
+
+            # Rows that are finished leave; the others drop what was rejected and are aligned again.
+            if len(going_on) < len(active):
+                caches.select(cache, going_on)
+                active = [active[i] for i in going_on]
+            remove = torch.tensor([0 if first else width - committed[i] for i in going_on])
+            slots = max(row.length for row in active) - 1
+            caches.align(cache, remove, slots)
+            first = False
+
+            room = stopping.room(min(row.text.ids.shape[1] for row in active))
+            gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
+            texts, indices = [row.visible for row in everyone], [row.index for row in active]
+            proposals = safely(lambda: session.propose(texts, gamma, indices), nothing) if gamma > 0 else nothing  # noqa: B023
+            proposals = proposals.trimmed(plan)
+            width = max(proposals.lengths[row.index] for row in active) + 1
+            inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
+            forward = now()
+            outputs = model(**inputs, return_dict=True)
+            stats.seconds_target += now() - forward
+            logits = outputs.logits[:, -width:].float()  # (A, G + 1, V)
+    finally:
+        caches.finish(cache)
+        stats.seconds_rounds += now() - started
+        stats.num_draft_steps += session.num_steps
+        stats.seconds_draft_forward += session.seconds_forward
+    return _stacked([row.text.ids for row in everyone], generation_config._pad_token_tensor)
+
+
+def _verify(
+    active: list[Row],
+    proposals: RowProposals,
+    lengths: list[int],
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    rule: str,
+) -> tuple[list[int], list[int]]:
+    """Accepted drafts and next token of each active row, from (A, G + 1, V) logits. One host read."""
+    indices = [row.index for row in active]
+    tokens = proposals.tokens[indices, : logits.shape[1] - 1]  # (A, G)
+    if warp.all_pointwise(processors):
+        flat = logits.reshape(1, -1, logits.shape[-1])
+        scores = warp.process_at_once(processors, active[0].text.ids, tokens[:1, :0], flat).view_as(logits)
+    else:
+        scores = torch.cat(
+            [
+                warp.process_at_once(
+                    warp.for_row(processors, row.hidden), row.text.ids, tokens[i : i + 1], logits[i : i + 1]
+                )
+                for i, row in enumerate(active)
+            ]
+        )
+    num_drafts = torch.tensor(lengths, device=logits.device)
+    if do_sample:
+        probs = None if proposals.probs is None else proposals.probs[indices, : tokens.shape[1]]
+        verified = RULES[rule](tokens, probs, warp.to_probs(scores), num_drafts=num_drafts)
+    else:
+        verified = verify_greedy(tokens, scores, num_drafts)
+    num_accepted, next_token = torch.stack(list(verified)).tolist()
+    return num_accepted, next_token
+
+
+def _commit(row: Row, tokens: list[int], stopping: Stopping) -> tuple[int, bool]:
+    """Add tokens until a criterion stops the row: how many, and whether it did."""
+    for count, token in enumerate(tokens, start=1):
+        row.text.commit(token)
+        if stopping.should_stop(row.text.ids, token, None):
+            return count, True
+    return len(tokens), False
+
+
+def _target_inputs(
+    model: Any, active: list[Row], proposals: RowProposals, width: int, slots: int, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What `forward` takes to score the last committed token of each row and the drafts behind it."""
+    device = active[0].text.ids.device
+    tail = proposals.tokens[[row.index for row in active], : width - 1]  # (A, W - 1)
+    committed = torch.cat(
+        [torch.nn.functional.pad(row.visible, (slots + 1 - row.length, 0)) for row in active]
+    )  # (A, S + 1)
+    text = torch.cat([committed, tail], dim=1)  # (A, S + W)
+    real = torch.tensor([row.length for row in active], device=device)[:, None]
+    mask = (torch.arange(slots + width, device=device) >= slots + 1 - real).long()
+    inputs = {key: value for key, value in model_kwargs.items() if key not in ("attention_mask", "position_ids")}
+    inputs["attention_mask"] = mask
+    if model_kwargs.get("position_ids") is not None:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    if "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = width
+    return model.prepare_inputs_for_generation(text, next_sequence_length=width, **inputs)
+
+
+def _stacked(texts: list[Tensor], pad: Tensor | None) -> Tensor:
+    longest = max(text.shape[1] for text in texts)
+    value = 0 if pad is None else int(pad.reshape(-1)[0])
+    return torch.cat([torch.nn.functional.pad(text, (0, longest - text.shape[1]), value=value) for text in texts])

@@ -1,0 +1,185 @@
+"""Where our engines meet `model.generate`: the instance's class is swapped for a subclass of it.
+
+The subclass overrides `_sample`, the loop that `generate` enters last, for an attached plugin; `generate`, for the settings
+of one call; and the model's call, for the `lookahead` engine. What serves which model is kept here, not on the model: a
+copied or pickled model is a plain one. A model keeps its swapped class until it is detached and the last call is over.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from transformers import Pipeline, PreTrainedModel
+
+from specplug.cache import NAME
+
+
+class Serves(Protocol):
+    """What a plugin is to this module."""
+
+    def serve(self, model: PreTrainedModel, plain: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def warn_once(self, message: str) -> None: ...
+
+
+class Intercepts(Protocol):
+    """What a lookahead is to this module."""
+
+    def after_prefill(self, outputs: Any) -> None: ...
+
+    def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+_LOCK = threading.RLock()
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+_LIVE_CALLS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+_CLASSES: dict[type, type] = {}
+_LOOKAHEADS: dict[int, Any] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
+_SETTINGS: ContextVar[dict[str, Any] | None] = ContextVar("specplug settings of this call", default=None)
+
+
+class SpeculativeMixin:
+    """Put before a model's own class while it is served."""
+
+    _specplug_original: type
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super()._sample  # type: ignore[misc]
+        plugin = attached(self)
+        return plain(*args, **kwargs) if plugin is None else plugin.serve(self, plain, *args, **kwargs)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        plugin = attached(self)
+        if plugin is not None:
+            plugin.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
+        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+
+    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super()._prefill(*args, **kwargs)  # type: ignore[misc]
+        lookahead = _LOOKAHEADS.get(id(outputs.get(NAME)))
+        if lookahead is not None:
+            lookahead.after_prefill(outputs)
+        return outputs
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's `Module.__call__` after its own look-up: found on the class at each call, also through a bound
+        `model.__call__` that the loop took before the swap. `forward` may be covered by hooks on the instance."""
+        forward = super()._call_impl  # type: ignore[misc]
+        lookahead = _LOOKAHEADS.get(id(kwargs.get(NAME)))
+        return forward(*args, **kwargs) if lookahead is None else lookahead.forward(forward, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are of the original class, without the plugin."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new_instance, (self._specplug_original,), *reduced[2:])
+
+
+def _new_instance(original: Any) -> Any:
+    return original.__new__(original)
+
+
+def _speculative_class(original: type) -> type:
+    """One subclass per model class, under the original's name: saved files and logs show the architecture."""
+    if original not in _CLASSES:
+
+        @functools.wraps(original.generate)  # type: ignore[attr-defined]
+        def generate(self: Any, *args: Any, specplug: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+            token = _SETTINGS.set(specplug)
+            try:
+                return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+            finally:
+                _SETTINGS.reset(token)
+
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        body = {**names, "_specplug_original": original, "generate": generate}
+        _CLASSES[original] = type(original.__name__, (SpeculativeMixin, original), body)
+    return _CLASSES[original]
+
+
+def original_class(model: Any) -> type:
+    return model._specplug_original if isinstance(model, SpeculativeMixin) else type(model)
+
+
+def attached(model: Any) -> Any:
+    """The plugin that serves this model, or None."""
+    return _ATTACHED.get(model)
+
+
+def call_settings() -> dict[str, Any] | None:
+    """What `generate(..., specplug={...})` was given, inside that call."""
+    return _SETTINGS.get()
+
+
+def attach(model: PreTrainedModel, plugin: Any) -> None:
+    with _LOCK:
+        if model in _ATTACHED:
+            raise ValueError("this model has a plugin attached; call specplug.detach(model) first")
+        _ATTACHED[model] = plugin
+        _settle(model)
+
+
+def detach(model: PreTrainedModel, plugin: Any) -> None:
+    """Does nothing if this plugin does not serve the model."""
+    with _LOCK:
+        if _ATTACHED.get(model) is plugin:
+            del _ATTACHED[model]
+            _settle(model)
+
+
+def begin_call(model: PreTrainedModel) -> None:
+    """Keep the swapped class until `end_call`."""
+    with _LOCK:
+        _LIVE_CALLS[model] = _LIVE_CALLS.get(model, 0) + 1
+        _settle(model)
+
+
+def end_call(model: PreTrainedModel) -> None:
+    with _LOCK:
+        _LIVE_CALLS[model] -= 1
+        _settle(model)
+
+
+@contextmanager
+def intercepted(model: PreTrainedModel, cache: Any, lookahead: Any) -> Iterator[None]:
+    """Within: calls of the model with this very cache go through the lookahead."""
+    begin_call(model)
+    _LOOKAHEADS[id(cache)] = lookahead
+    try:
+        yield
+    finally:
+        if _LOOKAHEADS.get(id(cache)) is lookahead:
+            del _LOOKAHEADS[id(cache)]
+        end_call(model)
+
+
+def _settle(model: PreTrainedModel) -> None:
+    """Give the model the class that its plugin and its running calls ask for."""
+    served = model in _ATTACHED or _LIVE_CALLS.get(model, 0) > 0
+    if served and not isinstance(model, SpeculativeMixin):
+        model.__class__ = _speculative_class(type(model))
+    elif not served and isinstance(model, SpeculativeMixin):
+        model.__class__ = model._specplug_original
+    if not _LIVE_CALLS.get(model, 1):
+        del _LIVE_CALLS[model]
+
+
+def model_of(model_or_pipeline: Any) -> PreTrainedModel:
+    """Raises ValueError for what has no `generate` of transformers."""
+    model = model_or_pipeline.model if isinstance(model_or_pipeline, Pipeline) else model_or_pipeline
+    inner = getattr(model, "get_base_model", None)  # PEFT's wrapper generates through the model it wraps
+    if not isinstance(model, PreTrainedModel) and inner is not None:
+        model = inner()
+    if not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), PreTrainedModel):
+        raise ValueError(
+            f"cannot attach to a {type(model).__name__}, which copies or wraps the model in every call: attach to its .module, "
+            "or run one process per device"
+        )
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise ValueError(
+            f"cannot attach to a {type(model).__name__}: give a transformers model that can generate, or a pipeline"
+        )
+    return model

@@ -1,0 +1,144 @@
+"""Several sequences in `rounds`: each row is plain generate's row, and the prompt alone; sampled rows have the law."""
+
+import pytest
+import torch
+from conftest import EOS, PAD, noisy_copy, prompt
+from scipy.stats import chisquare
+from test_exact_greedy import MODELS, PROCESSORS, pair
+from test_exact_sampling import SETTINGS, TOKENS, V, arguments, exact_law, pvalue, target  # noqa: F401
+from transformers import GenerationMixin
+
+import specplug
+
+NEW = 30
+ROWWISE = [name for name in PROCESSORS if name not in ("prefix allowed", "guidance")]
+
+
+def padded(lengths, seed=0):
+    texts = [prompt(length=n, seed=seed + n) for n in lengths]
+    longest = max(lengths)
+    ids = torch.cat([torch.nn.functional.pad(t, (longest - t.shape[1], 0), value=PAD) for t in texts])
+    mask = torch.cat([torch.tensor([[0] * (longest - n) + [1] * n]) for n in lengths])
+    return texts, {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("processors", ROWWISE)
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_are_those_of_plain_generate(kind, processors, drafter):
+    goal, draft = pair(kind)
+    _, call = padded([3, 11, 7, 5])
+    call |= PROCESSORS[processors]
+    plain = goal.generate(**call)
+    with specplug.attach(goal, draft if drafter == "model" else "lookup", engine="rounds", gamma=4) as plugin:
+        assert torch.equal(goal.generate(**call), plain)
+    assert plugin.last.engine == "rounds"
+    if drafter == "model" and processors == "none":
+        assert plugin.last.num_accepted > 20
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_row_is_the_prompt_alone(kind):
+    goal, draft = pair(kind)
+    texts, call = padded([4, 9, 6])
+    with specplug.attach(goal, draft, engine="rounds", gamma=4):
+        together = goal.generate(**call)
+        longest = call["input_ids"].shape[1]
+        for row, text in zip(together, texts, strict=True):
+            alone = goal.generate(text, max_new_tokens=NEW, do_sample=False)[0, text.shape[1] :]
+            new = row[longest : longest + len(alone)]
+            assert torch.equal(new, alone) and (row[longest + len(alone) :] == PAD).all()
+
+
+def test_each_row_has_its_own_pace_and_leaves_when_finished():
+    """With a draft that is always right but for one row, that row alone needs a pass a token."""
+    goal, _ = pair("llama")
+    _, call = padded([5, 8])
+    call |= {"eos_token_id": None}
+    with specplug.attach(goal, noisy_copy(goal, scale=0), gamma=5, engine="rounds") as plugin:
+        goal.generate(**call)
+        assert plugin.last.alpha == 1.0 and plugin.last.num_rounds == 2 * 5
+    with specplug.attach(goal, noisy_copy(goal, scale=0), gamma=0, engine="rounds") as plugin:
+        goal.generate(**call)
+        assert plugin.last.num_rounds == 2 * (NEW - 1)
+
+
+def test_a_batch_sees_fewer_passes_than_its_slowest_row_alone_would_not():
+    """The pass count of a batch is that of its slowest row, not that of the least acceptance in each round."""
+    goal, draft = pair("llama")
+    texts, call = padded([7, 7])
+    call |= {"eos_token_id": None}
+    alone = []
+    with specplug.attach(goal, draft, engine="rounds", gamma=4) as plugin:
+        for text in texts:
+            goal.generate(text, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            alone.append(plugin.last.num_rounds)
+        passes = []
+        forward = goal.forward
+        goal.forward = lambda *a, **k: passes.append(1) or forward(*a, **k)
+        try:
+            goal.generate(**call)
+        finally:
+            del goal.forward
+    assert len(passes) - 1 == max(alone)
+
+
+def test_stop_strings_and_end_of_sequence_lists(tiny_pipeline):
+    pipe, draft = tiny_pipeline
+    texts = ["Ben has 12 coins. Ben finds 5 more coins.", "Mia lives near the mill."]
+    arguments = {"max_new_tokens": 40, "do_sample": False, "batch_size": 2, "stop_sequence": "and"}
+    pipe.tokenizer.padding_side = "left"
+    plain = pipe(texts, **arguments)
+    with specplug.attach(pipe, draft, gamma=4) as plugin:
+        assert pipe(texts, **arguments) == plain
+        assert plugin.last.engine == "rounds" and plugin.last.num_calls == 1
+
+
+def test_a_wrong_alignment_is_caught(monkeypatch):
+    goal, draft = pair("llama")
+    _, call = padded([3, 11, 7])
+    plain = goal.generate(**call)
+    align = specplug.batch.caches.align
+    monkeypatch.setattr(specplug.batch.caches, "align", lambda c, remove, n: align(c, torch.zeros_like(remove), n))
+    with specplug.attach(goal, draft, engine="rounds", gamma=4):
+        assert not torch.equal(goal.generate(**call), plain)
+
+
+@pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k", "repetition penalty"])
+def test_sampled_rows_have_the_law_of_the_target(target, settings):  # noqa: F811
+    """Three answers a call to a prompt with padding before it; false alarms as in test_exact_sampling."""
+    law = exact_law(target, SETTINGS[settings])
+    torch.manual_seed(1)
+    counts = torch.zeros(V**TOKENS, dtype=torch.float64)
+    with specplug.attach(target, noisy_copy(target, scale=0.1), gamma=2, engine="rounds") as plugin:
+        for _ in range(500):
+            text = torch.tensor([[3, 4, 5, 3, 4]])
+            for a, b, c in target.generate(text, num_return_sequences=3, **arguments(SETTINGS[settings]))[:, -TOKENS:]:
+                counts[(a * V + b) * V + c] += 1
+    assert 0.02 < plugin.stats.alpha < 1
+    assert pvalue(counts, law) > 1e-6
+
+
+def test_rows_are_independent_of_each_other(target):  # noqa: F811
+    """Two answers of one call: their first tokens' joint counts are the product of the margins (chi-square, 1e-6)."""
+    torch.manual_seed(2)
+    joint = torch.zeros(V, V, dtype=torch.float64)
+    with specplug.attach(target, noisy_copy(target, scale=0.1), gamma=2, engine="rounds"):
+        for _ in range(800):
+            a, b = target.generate(torch.tensor([[3, 4, 5]]), num_return_sequences=2, do_sample=True, max_new_tokens=2)[
+                :, -1
+            ]
+            joint[a, b] += 1
+    expected = joint.sum(1, keepdim=True) * joint.sum(0) / joint.sum()
+    enough = expected > 5
+    seen = torch.cat([joint[enough], joint[~enough].sum()[None]])
+    wanted = torch.cat([expected[enough], expected[~enough].sum()[None]])
+    assert chisquare(seen[wanted > 0], wanted[wanted > 0], ddof=2 * (V - 1)).pvalue > 1e-6
+
+
+def test_rounds_serves_it_and_not_the_loop_of_transformers(monkeypatch):
+    goal, draft = pair("llama")
+    _, call = padded([3, 6])
+    monkeypatch.setattr(GenerationMixin, "_sample", None)
+    with specplug.attach(goal, draft, engine="rounds", gamma=4):
+        assert goal.generate(**call, eos_token_id=EOS).shape[0] == 2
