@@ -1,9 +1,10 @@
 # make demo   sets up .venv and evaluates the embedded pair on the embedded data set, offline
 # make test   sets up .venv and runs the linters and the tests
+# make callers   sets up .venv-callers and runs the snippets of docs/callers.md under the libraries they are about
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv demo test clean
+.PHONY: venv demo test callers clean
 
 venv: .venv/ready
 
@@ -24,5 +25,14 @@ test: venv
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
+# The libraries of docs/callers.md have many dependencies, so they get an environment of their own.
+callers: .venv-callers/ready
+	HF_HUB_OFFLINE=1 .venv-callers/bin/python -m pytest tests/callers
+
+.venv-callers/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-callers
+	.venv-callers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,callers]"
+	@touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-callers build dist *.egg-info
