@@ -25,6 +25,7 @@ from specplug.drafters.model import ModelDrafter
 from specplug.pipelines import pipeline_from
 from specplug.report import headline, rows, write_reports
 from specplug.runs import Run, describe_environment, write_json
+from specplug.schedule import AdaptiveSchedule
 
 
 def run(config: Config, folder: Path) -> int:
@@ -41,12 +42,12 @@ def run(config: Config, folder: Path) -> int:
     environment = describe_environment(str(model.device), str(model.dtype).removeprefix("torch."))
     environment["bytes_target"] = model.get_memory_footprint()
     drafter = plugin.drafter
-    environment["bytes_draft"] = drafter.model.get_memory_footprint() if isinstance(drafter, ModelDrafter) else 0
+    environment["bytes_draft"] = bytes_beside(drafter, model)
     results = Run(folder, config, environment)
-    gamma = plugin.schedule.next_gamma()
     sides = measure.Sides(config, model, tokenizer, plugin)
     for ids in prompts[: recipe.warmup]:
         sides.take_turns(ids, config.seed)
+    gamma = max(plugin.stats.drafted, default=1)
     costs = measure.measure_costs(model, drafter, prompts[0], gamma)
     write_json(
         folder / "costs.json",
@@ -65,6 +66,8 @@ def run(config: Config, folder: Path) -> int:
     finally:
         bar.stop()
         results.close()
+        if isinstance(plugin.schedule, AdaptiveSchedule) and not plugin.schedule.frozen:
+            plugin.schedule.save(folder / "schedule.json")
     if not results.done:
         console.print("interrupted before the first sample was done; nothing to report")
         return 130
@@ -78,6 +81,14 @@ def run(config: Config, folder: Path) -> int:
         console.print(f"output differs from plain decoding in: {', '.join(summary['mismatches'])}", style="bold red")
         return 1
     return 0
+
+
+def bytes_beside(drafter: Any, target: Any) -> int:
+    """Weights that the drafts need and the target does not have already: an early exit shares all of them."""
+    shared = {weights.data_ptr() for weights in target.parameters()}
+    models = [each.model for each in getattr(drafter, "members", [drafter]) if isinstance(each, ModelDrafter)]
+    own = {w.data_ptr(): w.numel() * w.element_size() for model in models for w in model.parameters()}
+    return sum(size for address, size in own.items() if address not in shared)
 
 
 def encode(tokenizer: Any, row: Row, config: Config, model: Any) -> torch.Tensor:

@@ -18,13 +18,17 @@ from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.config import Config, first_line
 from specplug.data import Row
 from specplug.drafters import Request
+from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
+from specplug.drafters.suffix import SuffixDrafter
 from specplug.metrics.exact_match import exact_match
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
 from specplug.stats import Stats
 
 log = logging.getLogger(__name__)
+
+PROMPT_LOOKUP_TOKENS = 10  # of transformers' own prompt lookup, the value of its documentation
 
 # A divergence is a tie where the two tokens' logits differ by at most this many roundings of the largest logit. fp32 sums
 # are rounded at every step; half precision is rounded once a layer, its sums are fp32.
@@ -170,6 +174,8 @@ class Sides:
         self.assisted: dict[str, Any] | None = None
         if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
             self.assisted = {"assistant_model": plugin.drafter.model}
+        elif config.recipe.compare_assisted and isinstance(plugin.drafter, (LookupDrafter, SuffixDrafter)):  # type: ignore[attr-defined]
+            self.assisted = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
         penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
         processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
         self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors

@@ -74,6 +74,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "num_accepted": stats.num_accepted,
         "num_tested": stats.num_tested,
         "mean_gamma": mean_gamma,
+        "drafted_histogram": {str(gamma): rounds for gamma, rounds in sorted(stats.drafted.items())},
         "cost_coefficient": costs["cost_coefficient"],
         "width_cost": costs["width_cost"],
         "predicted_speedup": predicted,
@@ -180,6 +181,12 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"a draft step costs {number(summary['cost_coefficient'], 3)} of a target step, "
         f"a target pass {number(summary['width_cost'])} of one"
     )
+    drafted = {int(gamma): rounds for gamma, rounds in summary["drafted_histogram"].items()}
+    if len(drafted) > 1 and summary["num_rounds"]:
+        lines.append(
+            f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {max(drafted, key=drafted.__getitem__)}, "
+            f"none in {100 * drafted.get(0, 0) / summary['num_rounds']:.0f} % of the rounds"
+        )
     lines.append(
         f"predicted {number(summary['predicted_speedup'])}x by the formula, "
         f"{number(summary['predicted_speedup_with_width'])}x with the cost of the wider pass; "
@@ -219,6 +226,10 @@ def markdown(summary: dict[str, Any], config: dict[str, Any]) -> str:
             "| drafts kept in a round | rounds |",
             "| --- | --- |",
             *histogram,
+            "",
+            "| drafts in a round | rounds |",
+            "| --- | --- |",
+            *(f"| {gamma} | {rounds} |" for gamma, rounds in summary["drafted_histogram"].items()),
             "",
             "| position of the draft | kept, of the rounds that made it |",
             "| --- | --- |",

@@ -60,6 +60,7 @@ def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
     from specplug.runs import Run
 
     append = Run.append
+    quick = [*QUICK, "schedule=fixed"]  # counts that no measurement decides
 
     def interrupt_after_two(self, sample):
         append(self, sample)
@@ -68,15 +69,15 @@ def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Run, "append", interrupt_after_two)
     folder = tmp_path / "run"
-    code, summary = run(capsys, folder, *QUICK)
+    code, summary = run(capsys, folder, *quick)
     assert code == 130 and summary is None
     assert json.loads((folder / "summary.json").read_text())["num_samples"] == 2
     monkeypatch.setattr(Run, "append", append)
-    code, summary = run(capsys, folder, *QUICK, f"resume={folder}")
+    code, summary = run(capsys, folder, *quick, f"resume={folder}")
     assert code == 0 and summary["num_samples"] == 4
     identifiers = [json.loads(line)["id"] for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert identifiers == ["story-0", "qa-0", "rewrite-0", "arithmetic-0"]
-    _, whole = run(capsys, tmp_path / "whole", *QUICK)
+    _, whole = run(capsys, tmp_path / "whole", *quick)
     for key in ("alpha", "num_rounds", "acceptance_histogram", "task_score", "num_new_tokens"):
         assert summary[key] == whole[key]
 
