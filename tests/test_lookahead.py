@@ -218,3 +218,23 @@ def test_surroundings(how):
                 assert target.training == (how == "train")
     finally:
         target.eval()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_watermark_that_keeps_state(rows):
+    """SynthID remembers the contexts it has seen: equal ids under the same seed only if it sees each of them once."""
+    from transformers import SynthIDTextWatermarkingConfig
+
+    target, draft = pair("llama")
+    ids = torch.cat([prompt(seed=seed) for seed in range(rows)])
+    watermark = {"do_sample": True, "top_k": 8}
+
+    def marked(seed):
+        made = SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=3)
+        return call(target, ids, seed, watermarking_config=made, **watermark)
+
+    plain = [marked(seed) for seed in range(6)]
+    with specplug.attach(target, draft, engine="lookahead", gamma=4) as plugin:
+        for seed in range(6):
+            same(plain[seed], marked(seed))
+        assert plugin.stats.num_accepted > 0
