@@ -55,6 +55,10 @@ def arm(plugin: Any, input_ids: Tensor) -> None:
         return
     if hook.attached(model) is not None:  # that plugin serves the call already
         return
+    if plugin.engine == "rounds":
+        raise ValueError(
+            "engine=rounds cannot serve a plugin that is passed as a logits processor; take auto or lookahead"
+        )
     call = Call(num_calls=1, engine="lookahead", reason="passed as a logits processor")
     key = id(frame)
     reason = "engine=plain" if plugin.engine == "plain" else why_not_at_all(model, config, model_kwargs)

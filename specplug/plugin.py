@@ -246,6 +246,10 @@ class SpeculativeProcessor(LogitsProcessor):
         with self._counting:
             if self._drafter is None:
                 self._drafter = make_drafter(self._draft, model, tokenizer)
+        if self.schedule.min_confidence and self._drafter.costs_nothing:
+            raise ValueError(
+                f"schedule=confidence asks a draft model how sure it is, and {self._drafter.name} is none; take adaptive or fixed"
+            )
         for member in getattr(self._drafter, "members", [self._drafter]):
             if isinstance(member, ModelDrafter):
                 check_pair(model, member.model)

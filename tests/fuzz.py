@@ -204,6 +204,8 @@ def tidy(case: dict) -> dict:
     """What transformers itself refuses, or what would compare two random streams, is taken out."""
     case = json.loads(json.dumps(case))
     rows = len(case["lengths"])
+    if case["schedule"] == "confidence" and case["drafter"] in ("lookup", "suffix", "junk", "failing"):
+        case["schedule"] = "fixed"  # there is no model to be sure or unsure
     if case["sample"]:
         case["engine"] = "lookahead"
         if case["form"] == "attach" and case["drafter"] == "other":

@@ -238,3 +238,9 @@ def test_a_watermark_that_keeps_state(rows):
         for seed in range(6):
             same(plain[seed], marked(seed))
         assert plugin.stats.num_accepted > 0
+
+
+def test_rounds_cannot_be_asked_of_a_logits_processor():
+    target, draft = pair("llama")
+    with pytest.raises(ValueError, match="take auto or lookahead"):
+        call(target, prompt(), logits_processor=[specplug.SpeculativeProcessor(draft, engine="rounds")])

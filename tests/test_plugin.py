@@ -183,6 +183,10 @@ REFUSED = {
         lambda t, d: specplug.attach(t, make_model(vocab_size=70), gamma=4),
         "64 tokens and the draft 70",
     ),
+    "confidence of a lookup": (
+        lambda t, d: specplug.attach(t, "lookup", schedule=specplug.schedule.ConfidenceSchedule(4, 0.5)),
+        "lookup is none",
+    ),
     "gamma and schedule": (
         lambda t, d: specplug.attach(t, d, gamma=2, schedule=specplug.plugin.FixedSchedule(2)),
         "gamma and schedule",
