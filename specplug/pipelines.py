@@ -24,7 +24,12 @@ def pipeline_from(config: Config) -> tuple[transformers.Pipeline, SpeculativePro
     model, tokenizer = load_target(config.target)
     defaults: Any = generate_arguments(config)
     pipe = transformers.TextGenerationPipeline(model=model, tokenizer=tokenizer, **defaults)
-    return pipe, attach(pipe, config=config)
+    try:
+        return pipe, attach(pipe, config=config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a choice that does not fit the other ones, or a file that is not what it should be
+        raise ConfigError(str(error)) from error
 
 
 def generate_arguments(config: Config) -> dict[str, Any]:
