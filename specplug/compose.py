@@ -31,6 +31,7 @@ from specplug.config import (
     Generate,
     Lookahead,
     Plain,
+    Prune,
     Rounds,
     Theory,
     Token,
@@ -44,7 +45,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Generate, Theory, Train, Distill),
+    "recipe": (Evaluate, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -192,6 +193,16 @@ def check(config: Config) -> None:
         for name in ("samples", "sample_batch_size", "sample_new_tokens"):
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
         need(recipe.temperature > 0, "recipe.temperature", recipe.temperature, "must be above 0")
+        need(0 <= recipe.on_policy <= 1, "recipe.on_policy", recipe.on_policy, "must be between 0 and 1")
+        need(
+            recipe.top_k is None or recipe.top_k >= 1,
+            "recipe.top_k",
+            recipe.top_k,
+            "must be 1 or more, or null for all",
+        )
+    if isinstance(recipe, Prune):
+        given = f"{recipe.layers} with recipe.num_layers={recipe.num_layers}"
+        need(bool(recipe.layers) != bool(recipe.num_layers), "recipe.layers", given, "give one of the two")
     if problems:
         raise ConfigError("\n".join(problems))
 

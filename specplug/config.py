@@ -52,6 +52,20 @@ class Precision(Enum):
     bf16 = "bf16"
 
 
+class Loss(Enum):
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jsd = "jsd"
+    tv = "tv"
+
+
+class Texts(Enum):
+    """What a draft is distilled on."""
+
+    target = "target"
+    reference = "reference"
+
+
 @dataclass
 class Quantization:
     method: QuantizationMethod = QuantizationMethod.none
@@ -88,6 +102,7 @@ class Draft:
     max_ngram: int = 8
     min_probability: float = 0.3  # suffix: least likely draft to propose, by the counts
     warm: bool = False  # suffix: keep what earlier calls wrote
+    any_target: bool = False  # model: take it also if its card says that it was made for another target
     num_layers: int | None = None  # early_exit: layers of the target to run
     plugin: str | None = None  # an entry point of the group specplug.drafters, or package.module:callable
     options: dict[str, Any] = field(default_factory=dict)  # plugin: its keyword arguments
@@ -240,6 +255,7 @@ class Training(Recipe):
     save_steps: int = 100
     log_steps: int = 20
     held_out: int = 100
+    loss_on_prompt: bool = False
     save_dtype: Dtype = Dtype.fp32
 
 
@@ -247,15 +263,29 @@ class Training(Recipe):
 class Train(Training):
     tokenizer: str | None = None
     vocab_size: int = 1000
-    loss_on_prompt: bool = False
 
 
 @dataclass
 class Distill(Training):
+    loss: Loss = Loss.forward_kl
+    texts: Texts = Texts.target  # the target's own answers to the prompts, or the references of the data set
+    on_policy: float = 0.0  # share of the batches whose answers the draft itself writes
+    top_k: int | None = None  # keep the target's likeliest tokens on disk, so that it runs once; null: all, each time
+    freeze_embeddings: bool = False  # leave embeddings and head as they are
     samples: int = 2000
     sample_batch_size: int = 32
     temperature: float = 1.0
     sample_new_tokens: int = 128
+
+
+@dataclass
+class Prune(Recipe):
+    """Which of the target's layers a draft begins with: those named, or so many, evenly spread from first to last."""
+
+    layers: list[int] = field(default_factory=list)
+    num_layers: int | None = None
+    output: str | None = None
+    save_dtype: Dtype = Dtype.fp32
 
 
 @dataclass

@@ -105,6 +105,24 @@ def check_pair(
         raise ConfigError(f"draft and target have different vocabularies: {named}; {fix}")
 
 
+def share_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Hold embeddings and head once where the draft's are the target's, bit by bit: a quantized copy's, a pruned model's.
+
+    For drafts that were loaded here; nobody else holds them. Both models read them, and neither is trained meanwhile.
+    """
+    for of in (PreTrainedModel.get_input_embeddings, PreTrainedModel.get_output_embeddings):
+        theirs: Any = getattr(of(target), "weight", None)
+        ours: Any = getattr(of(draft), "weight", None)
+        if (
+            isinstance(theirs, torch.nn.Parameter)
+            and type(ours) is type(theirs)  # a quantized head is of another kind
+            and (theirs.shape, theirs.dtype, theirs.device) == (ours.shape, ours.dtype, ours.device)
+            and torch.equal(theirs, ours)
+        ):
+            module: Any = of(draft)
+            module.weight = theirs
+
+
 def locate(config: Model | Draft, role: str) -> tuple[str, str | None]:
     """What to hand to from_pretrained: a name or folder, and the name of a GGUF file in it."""
     name = config.name_or_path or ""

@@ -1,6 +1,6 @@
-"""Training a target and distilling a draft on top of `transformers.Trainer`, which brings devices, mixed precision
-(accelerate), checkpoints and exact resumption. Here: the tokenizer, examples to tensors, the distillation loss, and a
-stop that saves.
+"""Training on top of `transformers.Trainer`, which brings devices, mixed precision (accelerate), checkpoints and exact
+resumption. Here: the tokenizer, examples to tensors, a stop that saves, and model cards. What a draft learns from its
+target is in distillation.py.
 
 Knows nothing about configs on disk or data set formats: examples come in as `Row`s.
 """
@@ -8,11 +8,12 @@ Knows nothing about configs on disk or data set formats: examples come in as `Ro
 import json
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -32,7 +33,9 @@ from specplug.data import Row, prompt_ids
 
 log = logging.getLogger(__name__)
 
+Example = dict[str, Any]  # input_ids and labels, and how many of the ids are the prompt
 IGNORED = -100  # the label that the loss of transformers leaves out
+ACCEPTANCE = ("agreement_at_0", "overlap_at_1")  # what a distillation measures on held-out texts
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -86,7 +89,7 @@ def new_model(
 
 def encode(
     rows: Iterable[Row], tokenizer: Any, dataset: Dataset, max_length: int, loss_on_prompt: bool
-) -> list[dict[str, list[int]]]:
+) -> list[Example]:
     """Rows to `{input_ids, labels}`. The labels cover the answer, or everything with `loss_on_prompt` or plain text."""
     eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     examples = []
@@ -97,14 +100,16 @@ def encode(
     return examples
 
 
-def example(
-    prompt: list[int], answer: list[int], max_length: int, loss_on_prompt: bool = False
-) -> dict[str, list[int]]:
+def example(prompt: list[int], answer: list[int], max_length: int, loss_on_prompt: bool = False) -> Example:
     labels = [*prompt, *answer] if loss_on_prompt else [IGNORED] * len(prompt) + answer
-    return {"input_ids": [*prompt, *answer][:max_length], "labels": labels[:max_length]}
+    return {
+        "input_ids": [*prompt, *answer][:max_length],
+        "labels": labels[:max_length],
+        "prompt_length": min(len(prompt), max_length),
+    }
 
 
-def with_labels(examples: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+def with_labels(examples: list[Example]) -> list[Example]:
     """Examples that say something: an answer that `max_length` cut off, or an empty one, teaches nothing."""
     kept = [each for each in examples if any(label != IGNORED for label in each["labels"][1:])]
     if len(kept) < len(examples):
@@ -116,8 +121,8 @@ def with_labels(examples: list[dict[str, list[int]]]) -> list[dict[str, list[int
     return kept
 
 
-def collate(examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, Tensor]:
-    """Right-padded batch: input_ids, labels and attention_mask, each (B, T)."""
+def collate(examples: list[Example], pad_token_id: int) -> dict[str, Tensor]:
+    """Right-padded batch: input_ids, labels and attention_mask, each (B, T), and prompt_length, (B,)."""
     longest = max(len(example["input_ids"]) for example in examples)
 
     def padded(key: str, value: int) -> Tensor:
@@ -125,52 +130,17 @@ def collate(examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str
 
     lengths = torch.tensor([len(example["input_ids"]) for example in examples])
     mask = (torch.arange(longest)[None] < lengths[:, None]).long()
-    return {"input_ids": padded("input_ids", pad_token_id), "labels": padded("labels", IGNORED), "attention_mask": mask}
+    return {
+        "input_ids": padded("input_ids", pad_token_id),
+        "labels": padded("labels", IGNORED),
+        "attention_mask": mask,
+        "prompt_length": torch.tensor([example["prompt_length"] for example in examples]),
+    }
 
 
-class DistillTrainer(Trainer):
-    """Knowledge distillation: forward KL from the target's full distribution (DistillSpec, arXiv 2310.08461)."""
-
-    def __init__(self, *args: Any, teacher: PreTrainedModel, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.teacher = teacher.eval().to(self.args.device)
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        with torch.no_grad():
-            teacher_logits = self.teacher(**inputs, use_cache=False).logits
-        outputs = model(**inputs, use_cache=False)
-        # Position t predicts label t + 1. Vocabularies padded to different widths share their first V entries.
-        counted = labels[:, 1:] != IGNORED
-        width = min(teacher_logits.shape[-1], outputs.logits.shape[-1])
-        target = teacher_logits[:, :-1, :width][counted].float().log_softmax(-1)  # (N, V)
-        draft = outputs.logits[:, :-1, :width][counted].float().log_softmax(-1)  # (N, V)
-        loss = torch.nn.functional.kl_div(draft, target, reduction="batchmean", log_target=True)
-        return (loss, outputs) if return_outputs else loss
-
-
-@torch.no_grad()
-def held_out_acceptance(
-    target: PreTrainedModel, draft: PreTrainedModel, examples: list[dict[str, list[int]]], pad_token_id: int
-) -> dict[str, float]:
-    """Expected acceptance on texts of the target: argmax agreement (temperature 0) and sum(min(p, q)) (temperature 1).
-
-    Each position is weighted alike, which is what alpha measures when the text is the target's own greedy text.
-    """
-    agree = overlap = count = 0.0
-    for start in range(0, len(examples), 16):
-        batch = collate(examples[start : start + 16], pad_token_id)
-        labels = batch.pop("labels")
-        counted = labels[:, 1:] != IGNORED
-        logits = [model(**{k: v.to(model.device) for k, v in batch.items()}).logits.cpu() for model in (target, draft)]
-        width = min(each.shape[-1] for each in logits)
-        p, q = (each[:, :-1, :width][counted].float().softmax(-1) for each in logits)
-        agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
-        overlap += torch.minimum(p, q).sum().item()
-        count += counted.sum().item()
-    return {"agreement_at_0": agree / max(count, 1), "overlap_at_1": overlap / max(count, 1)}
+def without_prompt_length(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `forward` takes."""
+    return {key: value for key, value in batch.items() if key != "prompt_length"}
 
 
 class Progress(TrainerCallback):
@@ -203,7 +173,8 @@ class Progress(TrainerCallback):
         if logs and "loss" in logs:
             self.losses.append({"step": state.global_step, "loss": logs["loss"]})
         if logs and "eval_loss" in logs:
-            log.info("step %d: held-out loss %.4f", state.global_step, logs["eval_loss"])
+            acceptance = "".join(f", {key} {logs[f'eval_{key}']:.3f}" for key in ACCEPTANCE if f"eval_{key}" in logs)
+            log.info("step %d: held-out loss %.4f%s", state.global_step, logs["eval_loss"], acceptance)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.stop()
@@ -224,7 +195,9 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 
 
-def training_arguments(recipe: Training, folder: Path, evaluate: bool, seed: int) -> TrainingArguments:
+def training_arguments(
+    recipe: Training, folder: Path, evaluate: bool, seed: int, evaluate_first: bool
+) -> TrainingArguments:
     try:
         return TrainingArguments(
             output_dir=str(folder),
@@ -241,6 +214,8 @@ def training_arguments(recipe: Training, folder: Path, evaluate: bool, seed: int
             save_steps=recipe.save_steps,
             eval_strategy="steps" if evaluate else "no",
             eval_steps=recipe.save_steps,
+            eval_on_start=evaluate and evaluate_first,
+            use_cpu=device_name() == "cpu",
             save_total_limit=2,
             seed=seed,
             data_seed=seed,
@@ -259,13 +234,15 @@ def fit(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train: list[dict[str, list[int]]],
-    held_out: list[dict[str, list[int]]],
+    train: list[Example],
+    held_out: list[Example],
     bar: Any,
     seed: int,
-    teacher: PreTrainedModel | None = None,
+    make_trainer: Callable[..., Trainer] = Trainer,
+    collator: Callable[[list[Example]], dict[str, Tensor]] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train, from the last complete checkpoint in `folder` if there is one. Returns the model and its losses.
+    """Train, from the last complete checkpoint in `folder` if there is one. Returns the model and its losses, of a
+    distillation also its acceptance on the held-out texts by step.
 
     Raises KeyboardInterrupt after a checkpoint was written, if the user asked to stop.
     """
@@ -275,21 +252,21 @@ def fit(
             "dataset: no example has an answer to learn from; name dataset.reference_column, or text_column"
         )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    arguments = training_arguments(recipe, folder, bool(held_out), seed)
+    checkpoint = last_checkpoint(folder)
+    arguments = training_arguments(recipe, folder, bool(held_out), seed, evaluate_first=checkpoint is None)
     progress = Progress(bar)
     common: dict[str, Any] = dict(
         model=model,
         args=arguments,
         train_dataset=train,
         eval_dataset=held_out or None,
-        data_collator=lambda examples: collate(examples, pad),
+        data_collator=collator or (lambda examples: without_prompt_length(collate(examples, pad))),
         callbacks=[progress],
     )
-    trainer = Trainer(**common) if teacher is None else DistillTrainer(**common, teacher=teacher)
+    trainer = make_trainer(**common)
     trainer.model_accepts_loss_kwargs = False
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
-    checkpoint = last_checkpoint(folder)
     if checkpoint:
         log.info("going on from %s", checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -298,11 +275,16 @@ def fit(
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     held = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert isinstance(trainer.model, PreTrainedModel)
-    return trainer.model, {
+    facts: dict[str, Any] = {
         "train_loss": losses[-1]["loss"] if losses else None,
         "held_out_loss": held[-1]["eval_loss"] if held else None,
         "steps": trainer.state.global_step,
     }
+    if any(f"eval_{ACCEPTANCE[0]}" in entry for entry in held):
+        facts["acceptance_by_step"] = {
+            entry["step"]: [round(entry[f"eval_{key}"], 4) for key in ACCEPTANCE] for entry in held
+        }
+    return trainer.model, facts
 
 
 def write_model(
@@ -315,15 +297,21 @@ def write_model(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def model_card(title: str, facts: dict[str, Any], environment: dict[str, Any]) -> str:
+def model_card(
+    title: str, facts: dict[str, Any], environment: dict[str, Any], front_matter: dict[str, Any] | None = None
+) -> str:
     """Markdown with the front matter that hubs read. `facts` become a list."""
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items() if v is not None)
+    head = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["specplug", "speculative-decoding"],
+        **(front_matter or {}),
+    }
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
-            "pipeline_tag: text-generation",
-            "tags: [specplug, speculative-decoding]",
+            yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(),
             "---",
             "",
             f"# {title}",

@@ -14,7 +14,8 @@ from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
-from specplug.models import check_pair, load_model, load_tokenizer
+from specplug.fingerprint import check_card
+from specplug.models import check_pair, load_model, load_tokenizer, locate, share_embeddings
 
 
 def make_drafter(draft: Any, model: PreTrainedModel, tokenizer: Any) -> Drafter:
@@ -72,8 +73,10 @@ def _own_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any) 
             "draft.name_or_path is not given; name a model or folder, or take draft=lookup, which needs none"
         )
     model = load_model(config, "draft")
+    check_card(config, locate(config, "draft")[0], target)
     tokenizer = load_tokenizer(config, "draft") if target_tokenizer is not None else None
     check_pair(target, model, target_tokenizer, tokenizer)
+    share_embeddings(target, model)
     return ModelDrafter(model)
 
 

@@ -28,21 +28,30 @@ def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
     Raises ValueError if the model has no single stack of layers, or not so many.
     """
-    owner, name = _stack(model)
-    layers = getattr(owner, name)
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers < len(layers):
+    total = num_stacked(model)
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers < total:
         raise ValueError(
-            f"num_layers={num_layers!r}: {type(model).__name__} has {len(layers)} layers; an early exit takes 1 to {len(layers) - 1}"
+            f"num_layers={num_layers!r}: {type(model).__name__} has {total} layers; an early exit takes 1 to {total - 1}"
         )
+    return with_layers(model, list(range(num_layers)))
+
+
+def with_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """A model that shares everything with `model` but has only these of its layers, counted from 0."""
+    owner, name = layer_stack(model)
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    text.num_hidden_layers = num_layers
+    text.num_hidden_layers = len(layers)
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
-    return _shortened(model, owner, name, num_layers, config)  # type: ignore[return-value]
+        text.layer_types = [text.layer_types[number] for number in layers]
+    return _shortened(model, owner, name, layers, config)  # type: ignore[return-value]
 
 
-def _stack(model: PreTrainedModel) -> tuple[nn.Module, str]:
+def num_stacked(model: PreTrainedModel) -> int:
+    return len(getattr(*layer_stack(model)))
+
+
+def layer_stack(model: PreTrainedModel) -> tuple[nn.Module, str]:
     """The module that holds the list of all layers, and the list's name there."""
     total = model.config.get_text_config().num_hidden_layers
     found = [
@@ -53,22 +62,23 @@ def _stack(model: PreTrainedModel) -> tuple[nn.Module, str]:
     ]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__} has no single stack of {total} layers to leave early; choose another kind of draft"
+            f"{type(model).__name__} has no single stack of {total} layers to take some from; choose another kind of draft"
         )
     return found[0]
 
 
-def _shortened(module: nn.Module, owner: nn.Module, name: str, num_layers: int, config: Any) -> nn.Module:
+def _shortened(module: nn.Module, owner: nn.Module, name: str, layers: list[int], config: Any) -> nn.Module:
     """`module` with the modules on the way to the stack copied, and all others shared."""
     if owner not in list(module.modules()):
         return module
     short = copy.copy(module)
     short.__dict__["_modules"] = {
-        key: child if child is None else _shortened(child, owner, name, num_layers, config)
+        key: child if child is None else _shortened(child, owner, name, layers, config)
         for key, child in module._modules.items()
     }
     if isinstance(short, PreTrainedModel):
         short.config = config
     if module is owner:
-        short._modules[name] = nn.ModuleList(list(getattr(module, name))[:num_layers])
+        stack = getattr(module, name)
+        short._modules[name] = nn.ModuleList([stack[number] for number in layers])
     return short

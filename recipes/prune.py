@@ -1,0 +1,52 @@
+"""Begin a draft with some of the target's own layers, its embeddings and its head.
+
+specplug recipe=prune target=custom target.name_or_path=ORG/MODEL recipe.num_layers=4
+specplug recipe=prune target=custom target.name_or_path=ORG/MODEL recipe.layers=[0,1,2,29]
+
+Writes `model/` with tokenizer and model card; the last line of stdout is JSON. As it comes out it says little that is right:
+go on with `recipe=distill recipe.init=DIR/model`. Embeddings and head that stay as they are (`recipe.freeze_embeddings`)
+are held in memory once when draft and target are loaded together.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from specplug import training
+from specplug.config import Config, ConfigError, Prune, QuantizationMethod
+from specplug.console import console
+from specplug.fingerprint import stated_target
+from specplug.models import load_target
+from specplug.pruning import keep_layers, spread
+from specplug.runs import begin, describe_environment
+
+
+def run(config: Config, folder: Path) -> int:
+    recipe = config.recipe
+    assert isinstance(recipe, Prune)
+    if config.target.quantization.method is not QuantizationMethod.none:
+        raise ConfigError(
+            f"target/quantization={config.target.quantization.method.name}: a draft begins with weights that can be"
+            " trained; take target/quantization=none"
+        )
+    target, tokenizer = load_target(config.target)
+    try:
+        layers = recipe.layers or spread(target, recipe.num_layers or 0)
+        draft = keep_layers(target, layers)
+    except ValueError as error:
+        raise ConfigError(f"recipe: {error}") from error
+    environment = describe_environment(str(target.device), str(target.dtype).removeprefix("torch."))
+    begin(folder, config, environment)
+    output = Path(recipe.output) if recipe.output is not None else folder / "model"
+    facts = {
+        "command": f"`{' '.join(environment['command'])}`",
+        "layers": f"{', '.join(map(str, layers))} of the target's, counted from 0; its embeddings and head",
+        "parameters": f"{draft.num_parameters():,} of {target.num_parameters():,}",
+    }
+    title = f"Layers of {config.target.name_or_path}"
+    card = training.model_card(title, facts, environment, stated_target(config.target, target))
+    training.write_model(output, draft, tokenizer, card, getattr(torch, recipe.save_dtype.value))
+    console.print(f"model: {output}")
+    print(json.dumps({"model": str(output), "layers": layers, "parameters": draft.num_parameters()}))
+    return 0
