@@ -29,8 +29,17 @@ class Drafter(Enum):
     model = "model"
     lookup = "lookup"
     suffix = "suffix"
+    cross_vocab = "cross_vocab"
     early_exit = "early_exit"
     plugin = "plugin"
+
+
+class CrossVocab(Enum):
+    """How a draft with another tokenizer drafts: auto is by intersection when sampling, by string when greedy."""
+
+    auto = "auto"
+    intersection = "intersection"
+    string = "string"
 
 
 class Before(Enum):
@@ -103,6 +112,7 @@ class Draft:
     min_probability: float = 0.3  # suffix: least likely draft to propose, by the counts
     warm: bool = False  # suffix: keep what earlier calls wrote
     any_target: bool = False  # model: take it also if its card says that it was made for another target
+    cross_vocab: CrossVocab = CrossVocab.auto  # cross_vocab, and model where the tokenizers differ
     num_layers: int | None = None  # early_exit: layers of the target to run
     plugin: str | None = None  # an entry point of the group specplug.drafters, or package.module:callable
     options: dict[str, Any] = field(default_factory=dict)  # plugin: its keyword arguments

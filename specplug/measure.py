@@ -18,6 +18,7 @@ from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.config import Config, first_line
 from specplug.data import Row
 from specplug.drafters import Request
+from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
@@ -174,6 +175,8 @@ class Sides:
         self.assisted: dict[str, Any] | None = None
         if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
             self.assisted = {"assistant_model": plugin.drafter.model}
+            if isinstance(plugin.drafter, CrossVocabDrafter):
+                self.assisted |= {"tokenizer": tokenizer, "assistant_tokenizer": plugin.drafter.tokenizer}
         elif config.recipe.compare_assisted and isinstance(plugin.drafter, (LookupDrafter, SuffixDrafter)):  # type: ignore[attr-defined]
             self.assisted = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
         penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)

@@ -91,7 +91,7 @@ def check_pair(
         )
     sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
     named = f"the target has {sizes[0]} tokens and the draft {sizes[1]}"
-    fix = "take a draft of the same family, or draft=lookup"
+    fix = "take a draft of the same family, draft=lookup, or attach the pipeline: with both tokenizers known it is drafted as text"
     if target_tokenizer is not None and draft_tokenizer is not None:
         if target_tokenizer.get_vocab() != draft_tokenizer.get_vocab():
             raise ConfigError(

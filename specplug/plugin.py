@@ -251,7 +251,7 @@ class SpeculativeProcessor(LogitsProcessor):
                 f"schedule=confidence asks a draft model how sure it is, and {self._drafter.name} is none; take adaptive or fixed"
             )
         for member in getattr(self._drafter, "members", [self._drafter]):
-            if isinstance(member, ModelDrafter):
+            if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
 
     def count(self, call: Call) -> None:

@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,6 +17,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 torch.set_num_threads(1)
@@ -57,6 +59,13 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.03, seed: int = 1) -> Pr
 
 def prompt(length: int = 7, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def letters(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token a letter; the ids are the places in the alphabet."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    )
 
 
 @pytest.fixture(scope="session")

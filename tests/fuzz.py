@@ -11,13 +11,14 @@ reproduces it.
 import argparse
 import json
 import random
+import string
 import sys
 import time
 import warnings
 
 import torch
 import transformers
-from conftest import BOS, EOS, PAD, noisy_copy
+from conftest import BOS, EOS, PAD, letters, noisy_copy
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -29,10 +30,12 @@ from transformers import (
 import specplug
 from specplug.cache import NAME
 from specplug.drafters import Proposal
+from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
 VOCAB = 48
+LETTERS = string.ascii_letters
 BASE = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -164,6 +167,7 @@ WARPERS = {
 TOGETHER = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"} | {
     "prefix_allowed", "watermark", "guidance_scale", "counting"
 }  # fmt: skip
+DRAFTERS = ("lookup", "suffix", "early_exit", "chain", "intersection", "string", "junk", "failing")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 CACHES = ("default", "filled", "own", "static", "none", "chunked", "embeds")
 
@@ -171,7 +175,7 @@ CACHES = ("default", "filled", "own", "static", "none", "chunked", "embeds")
 def draw_case(r: random.Random) -> dict:
     case = {
         "architecture": r.choice(list(ARCHITECTURES)),
-        "drafter": r.choice(["model"] * 4 + ["other", "lookup", "suffix", "early_exit", "chain", "junk", "failing"]),
+        "drafter": r.choice(["model"] * 4 + ["other", *DRAFTERS]),
         "form": r.choice(["attach", "attach", "attach", "processor", "custom"]),
         "engine": r.choice(["auto", "auto", "lookahead"]),
         "gamma": r.choice([0, 1, 2, 3, 5, 7]),
@@ -319,6 +323,9 @@ def drafter_of(case: dict):
         return models("GPT2" if case["architecture"] == "Llama" else "Llama")[1]
     if case["drafter"] == "early_exit":
         return EarlyExitDrafter(models(case["architecture"])[0], 1)
+    if case["drafter"] in ("intersection", "string"):
+        draft = models(case["architecture"])[1]
+        return CrossVocabDrafter(draft, letters(LETTERS[:40] + "+-*/=%&#"), letters(LETTERS[:VOCAB]), case["drafter"])
     if case["drafter"] == "chain":
         return ["suffix", models(case["architecture"])[1]]
     return case["drafter"] if case["drafter"] in ("lookup", "suffix") else Junk(case["drafter"] == "failing")

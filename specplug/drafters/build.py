@@ -1,6 +1,7 @@
 """A drafter from whatever names one: a model, a name, a configuration, a plugin of another package."""
 
 import importlib
+import logging
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -10,12 +11,15 @@ from specplug.config import Before, ConfigError, Draft, Dtype, QuantizationMetho
 from specplug.config import Drafter as DrafterKind
 from specplug.drafters import Drafter
 from specplug.drafters.chain import ChainDrafter
+from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
 from specplug.fingerprint import check_card
 from specplug.models import check_pair, load_model, load_tokenizer, locate, share_embeddings
+
+log = logging.getLogger(__name__)
 
 
 def make_drafter(draft: Any, model: PreTrainedModel, tokenizer: Any) -> Drafter:
@@ -46,7 +50,8 @@ def make_drafter(draft: Any, model: PreTrainedModel, tokenizer: Any) -> Drafter:
 def build_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any = None) -> Drafter:
     """The drafter that a draft config names, checked against the target. Raises ConfigError if the two do not fit."""
     method = config.quantization.method
-    if method is not QuantizationMethod.none and config.drafter is not DrafterKind.model:
+    loads = (DrafterKind.model, DrafterKind.cross_vocab)
+    if method is not QuantizationMethod.none and config.drafter not in loads:
         raise ConfigError(
             f"draft/quantization={method.name}: draft={config.drafter.value} loads no weights of its own; leave it out"
         )
@@ -75,9 +80,27 @@ def _own_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any) 
     model = load_model(config, "draft")
     check_card(config, locate(config, "draft")[0], target)
     tokenizer = load_tokenizer(config, "draft") if target_tokenizer is not None else None
+    differ = tokenizer is not None and target_tokenizer.get_vocab() != tokenizer.get_vocab()
+    if config.drafter is DrafterKind.cross_vocab or differ:
+        return _cross_vocab(config, model, tokenizer, target_tokenizer)
     check_pair(target, model, target_tokenizer, tokenizer)
     share_embeddings(target, model)
     return ModelDrafter(model)
+
+
+def _cross_vocab(config: Draft, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> Drafter:
+    if tokenizer is None:
+        raise ConfigError(
+            "draft=cross_vocab: reads and writes text, so it needs the target's tokenizer; attach the pipeline, or make a"
+            " CrossVocabDrafter(draft, draft_tokenizer, target_tokenizer)"
+        )
+    drafter = CrossVocabDrafter(model, tokenizer, target_tokenizer, config.cross_vocab.value)
+    log.info(
+        "draft and target have different tokenizers; of the target's %d tokens the draft has %d",
+        len(target_tokenizer),
+        drafter.translation.num_shared,
+    )
+    return drafter
 
 
 def _text_drafter(config: Draft, kind: str) -> Drafter:

@@ -14,13 +14,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specplug import warp
 from specplug.cache import NAME, align, crop, new_draft_cache, prepare_for_crop, select, why_not_croppable
-from specplug.drafters import Proposal, Request, RowProposals
+from specplug.drafters import Proposal, Request, RowProposals, RowSession, Session
 from specplug.verify import sample_draft
 
 
 class ModelDrafter:
     name = "model"
     costs_nothing = False
+    same_vocabulary = True  # a token id means the same to draft and target
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -35,10 +36,10 @@ class ModelDrafter:
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
 
-    def start(self, request: Request) -> "ModelSession":
+    def start(self, request: Request) -> Session:
         return ModelSession(self, request)
 
-    def start_rows(self, request: Request, num_rows: int) -> "ModelRowSession":
+    def start_rows(self, request: Request, num_rows: int) -> RowSession:
         return ModelRowSession(self, request, num_rows)
 
 

@@ -1,0 +1,162 @@
+"""A model with another tokenizer drafts, exact for greedy decoding and for sampling alike (arXiv 2502.05202).
+
+Two ways. By *intersection* (the paper's section 3.3, token-level): the draft may only say tokens that both vocabularies
+have; its distribution over those, renormalised, is what was drawn from and what is stated, so the accept rules hold as they
+do for one vocabulary. By *string* (section 3.1): the draft says what it likes, the text is cut into the target's tokens, and
+those are drafts like a lookup's, not drawn from anything that could be stated.
+
+Either way the draft reads the text in its own tokens, see translate.py, and its weights are left alone.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import transformers.generation.logits_process as library
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from specplug.drafters import Proposal, Request, RowProposals
+from specplug.drafters.model import ModelDrafter, ModelRowSession
+from specplug.drafters.translate import TAIL, Reading, Translation
+
+METHODS = ("auto", "intersection", "string")
+# What shapes a distribution whatever its tokens are called; the others know the target's ids.
+NAMELESS = tuple(
+    getattr(library, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+    )
+)
+
+
+class CrossVocabDrafter(ModelDrafter):
+    """Args: the draft, its tokenizer, the target's tokenizer; `method`: "intersection" keeps more drafts when sampling, "string"
+    can say words that the target writes with other tokens, and "auto" is the first when sampling, the second when greedy.
+
+    Raises ValueError if the two vocabularies have no token in common.
+    """
+
+    name = "cross_vocab"
+    same_vocabulary = False
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any, method: str = "auto") -> None:
+        if method not in METHODS:
+            raise ValueError(f"method={method!r}: give one of {', '.join(METHODS)}")
+        super().__init__(model)
+        self.method, self.tokenizer = method, tokenizer
+        self.vocab_size = model.config.get_text_config().vocab_size
+        self.translation = Translation(target_tokenizer, tokenizer, self.vocab_size)
+        if method != "string" and not self.translation.num_shared:
+            raise ValueError(
+                "the tokenizers of draft and target have no token in common; take a draft of the same family, or"
+                " draft.cross_vocab=string"
+            )
+
+    def start(self, request: Request) -> "OneRow":
+        return OneRow(CrossVocabSession(self, request, 1))
+
+    def start_rows(self, request: Request, num_rows: int) -> "CrossVocabSession":
+        return CrossVocabSession(self, request, num_rows)
+
+
+class CrossVocabSession(ModelRowSession):
+    def __init__(self, drafter: CrossVocabDrafter, request: Request, num_rows: int) -> None:
+        nameless = LogitsProcessorList([each for each in request.processors if type(each) in NAMELESS])
+        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size)
+        super().__init__(drafter, own, num_rows)
+        self.translation, self.target_vocab_size = drafter.translation, request.vocab_size
+        self.by_string = drafter.method == "string" or (drafter.method == "auto" and not request.do_sample)
+        self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
+        self.held: list[list[int]] = [[] for _ in range(num_rows)]  # the draft's tokens that the cache was fed, per row
+        drafted, target = drafter.translation.shared(request.vocab_size)
+        self.shared_draft, self.shared_target = drafted.to(self.model.device), target.to(self.model.device)
+        self.silent = torch.ones(drafter.vocab_size, dtype=torch.bool, device=self.model.device)
+        self.silent[self.shared_draft] = False
+        self.to_target = torch.zeros(drafter.vocab_size, dtype=torch.long, device=self.model.device)
+        self.to_target[self.shared_draft] = self.shared_target
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        read = {b: self.readings[b].read(texts[b][0].tolist()) for b in active}
+        for b in active:  # read again, a word may be cut otherwise than when it was drafted
+            self.num_right[b] = min(self.num_right[b], _common_prefix(self.held[b], read[b]))
+        own = [torch.tensor([read.get(b, [0])]) for b in range(len(texts))]
+        drafts = super().propose(own, gamma, active)
+        for b, num_fed in self.num_fed.items():
+            self.held[b] = read[b] + drafts.tokens[b, :num_fed].tolist()
+        return self._as_strings(drafts, texts, gamma) if self.by_string else self._as_tokens(drafts, texts)
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        """By string the drafts are not the target's one by one; what still holds is found when the text is read again."""
+        super().observe(row, self.num_fed.get(row, 0) if self.by_string else num_accepted)
+
+    def _forward(self, new: Tensor, **inputs: Any) -> Tensor:
+        logits = super()._forward(new, **inputs)
+        return logits if self.by_string else logits.masked_fill(self.silent, float("-inf"))
+
+    def _as_tokens(self, drafts: RowProposals, texts: list[Tensor]) -> RowProposals:
+        """The same tokens and their distribution by the target's ids."""
+        device = texts[0].device
+        tokens = self.to_target[drafts.tokens.to(self.model.device)].to(device)
+        if drafts.probs is None:
+            return drafts._replace(tokens=tokens)
+        probs = drafts.probs.new_zeros((*tokens.shape, self.target_vocab_size))
+        probs[..., self.shared_target.to(probs.device)] = drafts.probs[..., self.shared_draft.to(probs.device)]
+        return drafts._replace(tokens=tokens, probs=probs.to(device))
+
+    def _as_strings(self, drafts: RowProposals, texts: list[Tensor], gamma: int) -> RowProposals:
+        """What the drafts say, in the target's tokens."""
+        said = [
+            self.translation.continuation(text[0, -TAIL:].tolist(), drafts.tokens[b, :length].tolist())[:gamma]
+            if length
+            else []
+            for b, (text, length) in enumerate(zip(texts, drafts.lengths, strict=True))
+        ]
+        said = [_below(tokens, self.target_vocab_size) for tokens in said]
+        lengths = [len(tokens) for tokens in said]
+        tokens = texts[0].new_zeros((len(texts), max(lengths)))
+        for b, each in enumerate(said):
+            tokens[b, : lengths[b]] = texts[0].new_tensor(each)
+        return RowProposals(tokens, lengths, None, [0] * len(texts))
+
+
+class OneRow:
+    """A session for one sequence, of one for several."""
+
+    def __init__(self, rows: CrossVocabSession) -> None:
+        self.rows = rows
+
+    @property
+    def num_steps(self) -> int:
+        return self.rows.num_steps
+
+    @property
+    def seconds_forward(self) -> float:
+        return self.rows.seconds_forward
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        drafts = self.rows.propose([ids], gamma, [0])
+        return Proposal(drafts.tokens, drafts.probs)
+
+    def observe(self, num_accepted: int) -> None:
+        self.rows.observe(0, num_accepted)
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length
+
+
+def _below(tokens: list[int], vocab_size: int) -> list[int]:
+    """Up to the first token that the target's vocabulary does not have."""
+    return next((tokens[:number] for number, token in enumerate(tokens) if token >= vocab_size), tokens)
