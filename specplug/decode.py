@@ -112,7 +112,7 @@ def decode(
     stats.num_prefill_tokens += 1
     started = now()
 
-    request = Request(do_sample, for_draft, outputs.logits.shape[-1], schedule.min_confidence, synchronize)
+    request = Request(do_sample, for_draft, outputs.logits.shape[-1], schedule.min_confidence, cache, synchronize)
     session, plan = drafter.start(request), schedule.start(1, drafter.costs_nothing)
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)

@@ -7,9 +7,10 @@ import types
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
-from transformers import LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessorList
 
 import specplug
+from specplug.cache import NAME
 from specplug.config import Before, ConfigError, Draft, Quantization, QuantizationMethod
 from specplug.config import Drafter as Kind
 from specplug.drafters import Request
@@ -93,6 +94,53 @@ def test_early_exit_is_the_target_cut_short(kind):
     with specplug.attach(target, EarlyExitDrafter(target, 2), gamma=3) as plugin:
         assert torch.equal(target.generate(prompt(), **GREEDY), plain)
         assert plugin.last.num_draft_steps > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_early_exit_borrows_the_targets_keys_and_values(kind, do_sample):
+    """It proposes what it would with a cache of its own, computes the prompt no second time, and leaves the cache as it was."""
+    target = make_model(kind, layers=3)
+    drafter, ids = EarlyExitDrafter(target, 2), prompt(30)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids[:, :-1], use_cache=True, **{NAME: cache})
+    held = [(layer.keys, layer.values, layer.get_seq_length()) for layer in cache.layers]
+    lengths = []
+    drafter.model.register_forward_hook(
+        lambda module, args, kwargs, output: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    proposals = []
+    for theirs in (cache, None):
+        torch.manual_seed(0)
+        session = drafter.start(Request(do_sample, LogitsProcessorList(), 64, cache=theirs))
+        proposals.append(session.propose(ids, 4))
+    assert lengths == [1] * 4 + [30] + [1] * 3
+    assert torch.equal(proposals[0].tokens, proposals[1].tokens)
+    if do_sample:
+        torch.testing.assert_close(proposals[0].probs, proposals[1].probs)
+    for layer, (keys, values, length) in zip(cache.layers, held, strict=True):
+        assert layer.keys is keys and layer.values is values and layer.get_seq_length() == length
+
+
+def test_a_failing_early_exit_leaves_the_targets_cache(monkeypatch):
+    target = make_model("llama", layers=3)
+    drafter = EarlyExitDrafter(target, 2)
+    call = {"do_sample": False, "max_new_tokens": 20}
+    plain = target.generate(prompt(9), **call)
+    forward, calls = drafter.model.forward, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        output = forward(*args, **kwargs)
+        if len(calls) == 6:
+            raise RuntimeError("after the keys were added")
+        return output
+
+    monkeypatch.setattr(drafter.model, "forward", failing)
+    with specplug.attach(target, drafter, gamma=4):
+        assert torch.equal(target.generate(prompt(9), **call), plain)
+    assert len(calls) == 6
 
 
 def test_early_exit_of_what_has_no_such_layers():

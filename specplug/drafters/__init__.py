@@ -40,6 +40,7 @@ class Request:
     processors: LogitsProcessorList  # those of the caller that may be used on drafts, see warp.for_draft
     vocab_size: int  # V of the target; proposals stay below it
     min_confidence: float = 0.0  # stop before a token where the draft's highest probability is below this
+    cache: Any = None  # the target's, where one sequence is decoded: it holds all of the text but the last token
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
 
 

@@ -1,17 +1,21 @@
 """The target's own first layers draft: its embeddings, layers 1 to N, its last norm and its head.
 
 LayerSkip (arXiv 2404.16710) trains targets for this; any other can be tried. The modules are shared with the target, so no
-weight is loaded twice, and the target and its config are left as they are. The draft keeps a cache of its own, and is a
-model like any other to `drafters/model.py`.
+weight is loaded twice, and the target and its config are left as they are. For one sequence so are the keys and values: the
+first layers of the target's cache hold what the draft would compute for the text, and get back what they held after each
+proposal. In a batch the draft keeps a cache of its own, and is a model like any other to `drafters/model.py`.
 """
 
 import copy
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
-from specplug.drafters.model import ModelDrafter
+from specplug.cache import NAME
+from specplug.drafters import Proposal, Request, Session
+from specplug.drafters.model import ModelDrafter, ModelSession
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -21,6 +25,44 @@ class EarlyExitDrafter(ModelDrafter):
 
     def __init__(self, target: PreTrainedModel, num_layers: int) -> None:
         super().__init__(first_layers(target, num_layers))
+        self.num_layers = num_layers
+
+    def start(self, request: Request) -> Session:
+        # Other kinds of cache may write in place, or move what they hold; before 5.24 a sliding window took back one pass only.
+        if type(request.cache) is DynamicCache and (
+            NAME == "cache" or all(type(layer) is DynamicLayer for layer in request.cache.layers)
+        ):
+            return EarlyExitSession(self, request, self.num_layers)
+        return super().start(request)
+
+
+class EarlyExitSession(ModelSession):
+    def __init__(self, drafter: ModelDrafter, request: Request, num_layers: int) -> None:
+        super().__init__(drafter, request)
+        self.num_layers = num_layers
+        self.borrows: bool | None = None  # the target's keys and values; decided by the first text
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        num_cached = ids.shape[1] - 1
+        if self.borrows is None:  # not where the cache begins with padding
+            self.borrows = self.request.cache.get_seq_length() == num_cached
+        if not self.borrows:
+            return super().propose(ids, gamma)
+        layers = self.request.cache.layers[: self.num_layers]
+        held = [dict(vars(layer)) for layer in layers]
+        self.cache = copy.copy(self.request.cache)
+        self.cache.layers = layers
+        self.num_cached = num_cached
+        try:
+            return super().propose(ids, gamma)
+        finally:  # a layer that grows makes new tensors, so what it held is as it was
+            for layer, state in zip(layers, held, strict=True):
+                vars(layer).clear()
+                vars(layer).update(state)
+
+    def observe(self, num_accepted: int) -> None:
+        if not self.borrows:
+            super().observe(num_accepted)
 
 
 def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
