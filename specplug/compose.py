@@ -21,6 +21,7 @@ from specplug.config import (
     Adaptive,
     Auto,
     Block,
+    Calibrate,
     Confidence,
     Config,
     ConfigError,
@@ -45,7 +46,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Calibrate, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -178,6 +179,15 @@ def check(config: Config) -> None:
         )
         need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
         need(recipe.bootstrap >= 0, "recipe.bootstrap", recipe.bootstrap, "must be 0 or more")
+    if isinstance(recipe, Calibrate):
+        need(
+            recipe.limit is None or recipe.limit >= 1,
+            "recipe.limit",
+            recipe.limit,
+            "must be 1 or more, or null for all",
+        )
+        for name in ("gamma", "max_gamma", "repeats"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
     if isinstance(recipe, Theory):
         need(0 <= recipe.alpha <= 1, "recipe.alpha", recipe.alpha, "must be between 0 and 1")
         need(recipe.gamma >= 0, "recipe.gamma", recipe.gamma, "must be 0 or more")

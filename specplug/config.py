@@ -236,6 +236,16 @@ class Evaluate(Recipe):
 
 
 @dataclass
+class Calibrate(Recipe):
+    """Measure alpha and costs for a pair and a data set, and say what gamma theory would take."""
+
+    limit: int | None = 12
+    gamma: int = 8  # drafts a round while alpha is measured
+    max_gamma: int = 16
+    repeats: int = 15  # of each timed pass
+
+
+@dataclass
 class Generate(Recipe):
     prompt: str = MISSING
 

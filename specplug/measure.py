@@ -127,11 +127,20 @@ class Costs:
 
 
 def measure_costs(model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int, repeats: int = 15) -> Costs:
-    """Time the passes that a round consists of. `ids`: (1, T) text to stand on; repeats are interleaved."""
+    """Time the passes that a round of `gamma` drafts consists of. `ids`: (1, T) text to stand on."""
+    passes, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, repeats)
+    return Costs(passes[1], passes[gamma + 1], draft_step)
+
+
+def measure_passes(
+    model: PreTrainedModel, drafter: Any, ids: Tensor, widths: list[int], gamma: int, repeats: int = 15
+) -> tuple[dict[int, float], float]:
+    """Median seconds of a target pass by its width, and of a draft step; for a lookup, of one proposal. Interleaved."""
 
     def prepared(which: PreTrainedModel, width: int) -> Callable[[], float]:
         cache = DynamicCache(config=which.config)
-        text = ids.to(which.device)
+        # A draft with another tokenizer may have fewer tokens; any will do.
+        text = ids.to(which.device) % which.config.get_text_config().vocab_size
         with torch.no_grad():
             which(input_ids=text, use_cache=True, **{NAME: cache})
         prepare_for_crop(cache)
@@ -158,12 +167,13 @@ def measure_costs(model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int,
 
     draft_step = prepared(drafter.model, 1) if isinstance(drafter, ModelDrafter) else propose
     # As in a round: the draft's steps come in a row, and find its weights in the processor's cache after the first.
-    passes = [(prepared(model, 1), 1), (prepared(model, gamma + 1), 1), (draft_step, max(gamma, 1))]
-    seconds: list[list[float]] = [[], [], []]
+    passes = [*((prepared(model, width), 1) for width in sorted(set(widths))), (draft_step, max(gamma, 1))]
+    seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats):
         for k, (one, in_a_row) in enumerate(passes):
             seconds[k].append(sum(one() for _ in range(in_a_row)) / in_a_row)
-    return Costs(*(sorted(each)[len(each) // 2] for each in seconds))
+    *by_width, draft = (sorted(each)[len(each) // 2] for each in seconds)
+    return dict(zip(sorted(set(widths)), by_width, strict=True)), draft
 
 
 class Sides:

@@ -144,3 +144,32 @@ def test_quantized_copy_of_the_target_as_draft(tmp_path, capsys):
         assert code == 0 and summary["exactness"]["identical"] == 2
         assert summary["alpha"] > 0.5
         assert summary["environment"]["bytes_draft"] < 0.6 * summary["environment"]["bytes_target"]
+
+
+def test_calibrate_measures_what_theory_needs(tmp_path, capsys):
+    arguments = ("recipe=calibrate", "recipe.limit=2", "recipe.max_gamma=3", "recipe.repeats=2", "recipe.gamma=3")
+    assert run_recipe(specplug.load(*arguments, "sampling.max_new_tokens=24"), tmp_path / "run") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "run" / "calibration.json").read_text())
+    assert 0.8 < result["alpha"] <= 1 and 0 < result["cost_coefficient"] < 1 and result["num_calls"] == 2
+    assert [each["gamma"] for each in result["by_gamma"]] == [0, 1, 2, 3]
+    assert result["expected_speedup"] == max(each["speedup"] for each in result["by_gamma"])
+
+
+def test_calibration_is_the_formula():
+    from specplug import theory
+    from specplug.recipes.calibrate import calibration
+    from specplug.stats import Stats
+
+    stats = Stats(num_rounds=10, num_accepted=8, num_tested=10)
+    stats.drafted[4] = 10
+    flat = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 0.1, costs_nothing=False)
+    for each in flat["by_gamma"]:  # where width costs nothing, both are the paper's
+        assert each["speedup"] == pytest.approx(theory.speedup(0.8, each["gamma"], 0.05)) == each["speedup_of_paper"]
+    wide = calibration(stats, {width: 2.0 * width for width in range(1, 6)}, 0.1, costs_nothing=False)
+    assert wide["best_gamma"] == 0 and wide["expected_speedup"] == 1  # on such a machine nothing pays
+    # A lookup that has something to propose in a quarter of the rounds only.
+    stats.drafted[4], stats.drafted[0], stats.num_rounds = 5, 15, 20
+    lookup = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 0.0, costs_nothing=True)
+    assert lookup["rounds_with_drafts"] == 0.25
+    assert lookup["by_gamma"][4]["speedup"] == pytest.approx(0.75 + 0.25 * theory.expected_tokens(0.8, 4))

@@ -1,0 +1,114 @@
+"""What a pair promises on a data set: alpha and costs as measured here, and the gamma that theory takes from them.
+
+specplug recipe=calibrate
+specplug recipe=calibrate pair=smollm2 dataset=spec_bench dataset.path=question.jsonl recipe.limit=24
+
+Answers `recipe.limit` prompts with `recipe.gamma` drafts a round, times a draft step and target passes of every width up to
+`recipe.max_gamma` + 1, and prints for each gamma the speed-up by the paper's formula, where a wider pass costs no more, and
+by the widths as measured. Writes calibration.json; the last line of stdout is JSON. Plain decoding is not run: for a
+measured speed-up there is recipe=evaluate.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from specplug import theory
+from specplug.config import Calibrate, Config, ConfigError, Drafter
+from specplug.console import Bar, console
+from specplug.data import load_rows
+from specplug.measure import measure_passes
+from specplug.pipelines import generate_arguments, pipeline_from
+from specplug.recipes.evaluate import encode
+from specplug.runs import begin, describe_environment, write_json
+from specplug.schedule import FixedSchedule
+from specplug.stats import Stats
+
+
+def run(config: Config, folder: Path) -> int:
+    recipe = config.recipe
+    assert isinstance(recipe, Calibrate)
+    if config.draft.drafter is Drafter.none:
+        raise ConfigError("draft=none: there is nothing to calibrate; name a draft, or draft=lookup")
+    rows = load_rows(config.dataset, recipe.limit)
+    pipe, plugin = pipeline_from(config)
+    plugin.schedule = FixedSchedule(recipe.gamma)
+    prompts = [encode(pipe.tokenizer, row, config, pipe.model) for row in rows]
+    begin(folder, config, describe_environment(str(pipe.model.device), str(pipe.model.dtype).removeprefix("torch.")))
+    model: Any = pipe.model
+    bar = Bar("calibrate").start(len(prompts), 0)
+    try:
+        for number, ids in enumerate(prompts):
+            torch.manual_seed(config.seed + number)
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **generate_arguments(config))
+            bar.advance(number + 1)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: what follows is by {plugin.stats.num_calls} of {len(prompts)} prompts")
+        if not plugin.stats.num_calls:
+            return 130
+    finally:
+        bar.stop()
+    if plugin.stats.alpha is None:
+        raise ConfigError(
+            f"draft: {plugin.drafter.name} proposed nothing on these prompts, so there is no alpha to measure"
+        )
+    widths = list(range(1, recipe.max_gamma + 2))
+    passes, draft_step = measure_passes(pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, recipe.repeats)
+    result = calibration(plugin.stats, passes, draft_step, plugin.drafter.costs_nothing)
+    write_json(folder / "calibration.json", result)
+    show(result)
+    print(json.dumps(result))
+    return 0
+
+
+def calibration(stats: Stats, passes: dict[int, float], draft_step: float, costs_nothing: bool) -> dict[str, Any]:
+    """Everything from counts and seconds. A lookup's step is one proposal, whatever its length, and not every round has one."""
+    alpha = stats.alpha or 0.0
+    step = passes[1]
+    proposing = 1 - stats.drafted[0] / max(stats.num_rounds, 1)
+    by_gamma = []
+    for gamma in range(max(passes)):
+        tokens = theory.expected_tokens(alpha, gamma)
+        drafting = draft_step * (min(gamma, 1) if costs_nothing else gamma)
+        seconds = proposing * (drafting + passes[gamma + 1]) + (1 - proposing) * (step + drafting)
+        of_paper = proposing * (drafting / step + 1) + (1 - proposing) * (1 + drafting / step)
+        mean_tokens = proposing * tokens + (1 - proposing)
+        by_gamma.append(
+            {
+                "gamma": gamma,
+                "expected_tokens": mean_tokens,
+                "width_cost": passes[gamma + 1] / step,
+                "speedup_of_paper": mean_tokens / of_paper,
+                "speedup": mean_tokens * step / seconds,
+            }
+        )
+    best = max(by_gamma, key=lambda each: each["speedup"])
+    return {
+        "alpha": alpha,
+        "acceptance_by_position": stats.acceptance_by_position,
+        "rounds_with_drafts": proposing,
+        "cost_coefficient": draft_step / step,
+        "seconds_target_step": step,
+        "seconds_draft_step": draft_step,
+        "num_calls": stats.num_calls,
+        "num_tested": stats.num_tested,
+        "best_gamma": best["gamma"],
+        "expected_speedup": best["speedup"],
+        "by_gamma": by_gamma,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    title = f"alpha {result['alpha']:.3f} ({result['num_tested']} drafts tested), c {result['cost_coefficient']:.3f}"
+    table = Table("gamma", "tokens per pass", "width cost", "speed-up of the paper", "speed-up", title=title)
+    for each in result["by_gamma"]:
+        cells = (f"{each[key]:.2f}" for key in ("expected_tokens", "width_cost", "speedup_of_paper", "speedup"))
+        table.add_row(str(each["gamma"]), *cells, style="bold" if each["gamma"] == result["best_gamma"] else None)
+    console.print(table)
+    console.print(
+        f"best gamma {result['best_gamma']}, expected speed-up {result['expected_speedup']:.2f}x in decoding;"
+        " `width cost` is a pass over gamma + 1 positions over one of a single position"
+    )
