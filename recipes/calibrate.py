@@ -56,24 +56,30 @@ def run(config: Config, folder: Path) -> int:
             f"draft: {plugin.drafter.name} proposed nothing on these prompts, so there is no alpha to measure"
         )
     widths = list(range(1, recipe.max_gamma + 2))
-    passes, draft_step = measure_passes(pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, recipe.repeats)
-    result = calibration(plugin.stats, passes, draft_step, plugin.drafter.costs_nothing)
+    passes, plain_step, draft_step = measure_passes(
+        pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, plugin.kernel, recipe.repeats
+    )
+    result = calibration(plugin.stats, passes, plain_step, draft_step, plugin.drafter.costs_nothing)
     write_json(folder / "calibration.json", result)
     show(result)
     print(json.dumps(result))
     return 0
 
 
-def calibration(stats: Stats, passes: dict[int, float], draft_step: float, costs_nothing: bool) -> dict[str, Any]:
-    """Everything from counts and seconds. A lookup's step is one proposal, whatever its length, and not every round has one."""
+def calibration(
+    stats: Stats, passes: dict[int, float], step: float, draft_step: float, costs_nothing: bool
+) -> dict[str, Any]:
+    """Everything from counts and seconds; `step` is one of plain decoding, the unit of all costs.
+
+    A lookup's step is one proposal, whatever its length, and not every round has one.
+    """
     alpha = stats.alpha or 0.0
-    step = passes[1]
     proposing = 1 - stats.drafted[0] / max(stats.num_rounds, 1)
     by_gamma = []
     for gamma in range(max(passes)):
         tokens = theory.expected_tokens(alpha, gamma)
         drafting = draft_step * (min(gamma, 1) if costs_nothing else gamma)
-        seconds = proposing * (drafting + passes[gamma + 1]) + (1 - proposing) * (step + drafting)
+        seconds = proposing * (drafting + passes[gamma + 1]) + (1 - proposing) * (passes[1] + drafting)
         of_paper = proposing * (drafting / step + 1) + (1 - proposing) * (1 + drafting / step)
         mean_tokens = proposing * tokens + (1 - proposing)
         by_gamma.append(
@@ -91,7 +97,8 @@ def calibration(stats: Stats, passes: dict[int, float], draft_step: float, costs
         "acceptance_by_position": stats.acceptance_by_position,
         "rounds_with_drafts": proposing,
         "cost_coefficient": draft_step / step,
-        "seconds_target_step": step,
+        "seconds_plain_step": step,
+        "seconds_target_step": passes[1],
         "seconds_draft_step": draft_step,
         "num_calls": stats.num_calls,
         "num_tested": stats.num_tested,
@@ -110,5 +117,5 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"best gamma {result['best_gamma']}, expected speed-up {result['expected_speedup']:.2f}x in decoding;"
-        " `width cost` is a pass over gamma + 1 positions over one of a single position"
+        " `width cost` is a pass over gamma + 1 positions over a step of plain decoding"
     )

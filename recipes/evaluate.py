@@ -22,6 +22,7 @@ from specplug.config import Config, ConfigError, Drafter, Evaluate
 from specplug.console import Bar, console
 from specplug.data import Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
+from specplug.kernel import swapped
 from specplug.pipelines import pipeline_from
 from specplug.report import headline, rows, write_reports
 from specplug.runs import Run, describe_environment, write_json
@@ -40,6 +41,8 @@ def run(config: Config, folder: Path) -> int:
     prompts = [encode(tokenizer, row, config, model) for row in samples]
 
     environment = describe_environment(str(model.device), str(model.dtype).removeprefix("torch."))
+    with swapped(plugin.kernel, model) as own_kernel:
+        environment["kernel"] = "numba" if own_kernel and torch.get_num_threads() == 1 else "torch"
     environment["bytes_target"] = model.get_memory_footprint()
     drafter = plugin.drafter
     environment["bytes_draft"] = bytes_beside(drafter, model)
@@ -48,7 +51,7 @@ def run(config: Config, folder: Path) -> int:
     for ids in prompts[: recipe.warmup]:
         sides.take_turns(ids, config.seed)
     gamma = max(plugin.stats.drafted, default=1)
-    costs = measure.measure_costs(model, drafter, prompts[0], gamma)
+    costs = measure.measure_costs(model, drafter, prompts[0], gamma, plugin.kernel)
     write_json(
         folder / "costs.json",
         asdict(costs) | {"cost_coefficient": costs.cost_coefficient, "width_cost": costs.width_cost},

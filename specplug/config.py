@@ -68,6 +68,14 @@ class Loss(Enum):
     tv = "tv"
 
 
+class Kernel(Enum):
+    """What multiplies in linear layers while a call is decoded."""
+
+    auto = "auto"
+    torch = "torch"
+    numba = "numba"
+
+
 class Texts(Enum):
     """What a draft is distilled on."""
 
@@ -320,6 +328,7 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     dataset: Dataset = field(default_factory=Dataset)
     recipe: Recipe = MISSING
+    kernel: Kernel = Kernel.auto
     seed: int = 0
     threads: int | None = None
     resume: str | None = None

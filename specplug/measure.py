@@ -22,6 +22,7 @@ from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
+from specplug.kernel import swapped
 from specplug.metrics.exact_match import exact_match
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
@@ -113,31 +114,41 @@ def compare(
 class Costs:
     """Median seconds of forward passes, measured in a row on one text."""
 
-    seconds_target_step: float  # the target, one position
+    seconds_plain_step: float  # the target, one position, as transformers runs it
+    seconds_target_step: float  # the target, one position, in a round: with the kernel that rounds use
     seconds_target_pass: float  # the target, gamma + 1 positions
     seconds_draft_step: float  # the draft, one position; for a lookup, one proposal
 
     @property
     def cost_coefficient(self) -> float:
-        return self.seconds_draft_step / self.seconds_target_step
+        return self.seconds_draft_step / self.seconds_plain_step
 
     @property
     def width_cost(self) -> float:
-        return self.seconds_target_pass / self.seconds_target_step
+        return self.seconds_target_pass / self.seconds_plain_step
 
 
-def measure_costs(model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int, repeats: int = 15) -> Costs:
+def measure_costs(
+    model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int, kernel: str = "auto", repeats: int = 15
+) -> Costs:
     """Time the passes that a round of `gamma` drafts consists of. `ids`: (1, T) text to stand on."""
-    passes, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, repeats)
-    return Costs(passes[1], passes[gamma + 1], draft_step)
+    passes, plain_step, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, kernel, repeats)
+    return Costs(plain_step, passes[1], passes[gamma + 1], draft_step)
 
 
 def measure_passes(
-    model: PreTrainedModel, drafter: Any, ids: Tensor, widths: list[int], gamma: int, repeats: int = 15
-) -> tuple[dict[int, float], float]:
-    """Median seconds of a target pass by its width, and of a draft step; for a lookup, of one proposal. Interleaved."""
+    model: PreTrainedModel,
+    drafter: Any,
+    ids: Tensor,
+    widths: list[int],
+    gamma: int,
+    kernel: str = "auto",
+    repeats: int = 15,
+) -> tuple[dict[int, float], float, float]:
+    """Median seconds, interleaved: of target passes by their width; of a step of the target as transformers runs it; of a
+    draft step, for a lookup of one proposal."""
 
-    def prepared(which: PreTrainedModel, width: int) -> Callable[[], float]:
+    def prepared(which: PreTrainedModel, width: int, kernel: str) -> Callable[[], float]:
         cache = DynamicCache(config=which.config)
         # A draft with another tokenizer may have fewer tokens; any will do.
         text = ids.to(which.device) % which.config.get_text_config().vocab_size
@@ -147,12 +158,13 @@ def measure_passes(
         new = text[:, -1:].expand(1, width).contiguous()
 
         def once() -> float:
-            synchronize(which)
-            started = time.perf_counter()
-            with torch.inference_mode() if which is not model else torch.no_grad():  # as each is run in a round
-                which(input_ids=new, use_cache=True, return_dict=True, **{NAME: cache})
-            synchronize(which)
-            seconds = time.perf_counter() - started
+            with swapped(kernel, which):
+                synchronize(which)
+                started = time.perf_counter()
+                with torch.inference_mode() if which is not model else torch.no_grad():  # as each is run in a round
+                    which(input_ids=new, use_cache=True, return_dict=True, **{NAME: cache})
+                synchronize(which)
+                seconds = time.perf_counter() - started
             crop(cache, width)
             return seconds
 
@@ -165,15 +177,16 @@ def measure_passes(
         session.propose(ids, max(gamma, 1))
         return time.perf_counter() - started
 
-    draft_step = prepared(drafter.model, 1) if isinstance(drafter, ModelDrafter) else propose
+    draft_step = prepared(drafter.model, 1, kernel) if isinstance(drafter, ModelDrafter) else propose
     # As in a round: the draft's steps come in a row, and find its weights in the processor's cache after the first.
-    passes = [*((prepared(model, width), 1) for width in sorted(set(widths))), (draft_step, max(gamma, 1))]
+    passes = [*((prepared(model, width, kernel), 1) for width in sorted(set(widths)))]
+    passes += [(prepared(model, 1, "torch"), 1), (draft_step, max(gamma, 1))]
     seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats):
         for k, (one, in_a_row) in enumerate(passes):
             seconds[k].append(sum(one() for _ in range(in_a_row)) / in_a_row)
-    *by_width, draft = (sorted(each)[len(each) // 2] for each in seconds)
-    return dict(zip(sorted(set(widths)), by_width, strict=True)), draft
+    *by_width, plain, draft = (sorted(each)[len(each) // 2] for each in seconds)
+    return dict(zip(sorted(set(widths)), by_width, strict=True)), plain, draft
 
 
 class Sides:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from specplug import carrier, hook
+from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.config import Adaptive, Confidence, Config, Fixed
@@ -48,7 +49,7 @@ class SpeculativeProcessor(LogitsProcessor):
 
     Args:
         draft: a `Drafter`, a model, the name or folder of one, "lookup", a `Draft` config, or a whole `Config`.
-        schedule, engine, verify: as in `attach`.
+        schedule, engine, verify, kernel: as in `attach`.
         synchronize: wait for the device around forward passes, so that the seconds counted are right.
 
     Attributes:
@@ -63,15 +64,17 @@ class SpeculativeProcessor(LogitsProcessor):
         schedule: Schedule | None = None,
         engine: str = "auto",
         verify: str = "block",
+        kernel: str = "auto",
         synchronize: bool = False,
     ) -> None:
         if isinstance(draft, Config):
-            schedule = schedule or make_schedule(draft)
+            schedule, kernel = schedule or make_schedule(draft), draft.kernel.value
             engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
         self.engine = _allowed("engine", engine, ENGINES)
         self.verify = _allowed("verify", verify, tuple(RULES))
+        self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
@@ -158,6 +161,7 @@ class SpeculativeProcessor(LogitsProcessor):
         try:
             settings = self._settings(hook.call_settings())
             processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
+            linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
             call.engine, call.reason = self._choose(
                 settings, model, input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer,
                 model_kwargs,
@@ -166,7 +170,7 @@ class SpeculativeProcessor(LogitsProcessor):
             if call.engine == "rounds":
                 inputs = (input_ids, processors, stopping_criteria, generation_config)
                 common |= {"rule": self.verify, "synchronize": self.synchronize, **model_kwargs}
-                with model._optimize_model_for_decode():
+                with linear(), model._optimize_model_for_decode():
                     if len(input_ids) > 1:
                         return decode_batch(model, *inputs, **common)
                     return decode(model, *inputs, streamer, **common)
@@ -187,7 +191,7 @@ class SpeculativeProcessor(LogitsProcessor):
                 generation_config, processors, **common,
             )  # fmt: skip
             try:
-                with hook.intercepted(model, lookahead.cache, lookahead):
+                with linear(), hook.intercepted(model, lookahead.cache, lookahead):
                     return loop()
             finally:
                 lookahead.finish()
@@ -250,6 +254,7 @@ class SpeculativeProcessor(LogitsProcessor):
             raise ValueError(
                 f"schedule=confidence asks a draft model how sure it is, and {self._drafter.name} is none; take adaptive or fixed"
             )
+        kernels.prepare(self.kernel, model)
         for member in getattr(self._drafter, "members", [self._drafter]):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
@@ -263,6 +268,12 @@ class SpeculativeProcessor(LogitsProcessor):
         if message not in self._warned:
             self._warned.add(message)
             log.warning("specplug: %s", message)
+
+
+def models_of(drafter: Drafter) -> list[PreTrainedModel]:
+    """The models that draft, none for a lookup."""
+    members = getattr(drafter, "members", [drafter])
+    return [member.model for member in members if isinstance(member, ModelDrafter)]
 
 
 class Settings(NamedTuple):
@@ -301,6 +312,7 @@ def attach(
     verify: str | None = None,
     schedule: Schedule | None = None,
     engine: str | None = None,
+    kernel: str | None = None,
     config: Config | None = None,
 ) -> SpeculativeProcessor:
     """Let `generate` of a model, or of a pipeline's model, decode speculatively. Its output stays what it was.
@@ -317,6 +329,8 @@ def attach(
             transformers' loop over a target that looks ahead ("lookahead"); what neither can serve is decoded plainly,
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
             "lookahead" also gives equal ids under the same seed when sampling.
+        kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
+            positions of a pass, see kernel.py; "torch" keeps torch's, "numba" raises where ours cannot be had.
         config: a `Config` from `specplug.load()`, for what is not given here.
     Raises:
         ValueError: draft and target do not fit, or a value is not allowed; the text says what is.
@@ -326,6 +340,7 @@ def attach(
         schedule = make_schedule(config) if gamma is None and schedule is None else schedule
         engine = type(config.engine).__name__.lower() if engine is None else engine
         verify = type(config.verify).__name__.lower() if verify is None else verify
+        kernel = config.kernel.value if kernel is None else kernel
     if schedule is not None and gamma is not None:
         raise ValueError("gamma and schedule both say how many tokens to draft; give one of them")
     return SpeculativeProcessor(
@@ -333,6 +348,7 @@ def attach(
         schedule=schedule if gamma is None else FixedSchedule(gamma),
         engine=engine or "auto",
         verify=verify or "block",
+        kernel=kernel or "auto",
     ).attach(model_or_pipeline)
 
 

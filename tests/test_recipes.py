@@ -163,13 +163,13 @@ def test_calibration_is_the_formula():
 
     stats = Stats(num_rounds=10, num_accepted=8, num_tested=10)
     stats.drafted[4] = 10
-    flat = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 0.1, costs_nothing=False)
+    flat = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 2.0, 0.1, costs_nothing=False)
     for each in flat["by_gamma"]:  # where width costs nothing, both are the paper's
         assert each["speedup"] == pytest.approx(theory.speedup(0.8, each["gamma"], 0.05)) == each["speedup_of_paper"]
-    wide = calibration(stats, {width: 2.0 * width for width in range(1, 6)}, 0.1, costs_nothing=False)
+    wide = calibration(stats, {width: 2.0 * width for width in range(1, 6)}, 2.0, 0.1, costs_nothing=False)
     assert wide["best_gamma"] == 0 and wide["expected_speedup"] == 1  # on such a machine nothing pays
     # A lookup that has something to propose in a quarter of the rounds only.
     stats.drafted[4], stats.drafted[0], stats.num_rounds = 5, 15, 20
-    lookup = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 0.0, costs_nothing=True)
+    lookup = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 2.0, 0.0, costs_nothing=True)
     assert lookup["rounds_with_drafts"] == 0.25
     assert lookup["by_gamma"][4]["speedup"] == pytest.approx(0.75 + 0.25 * theory.expected_tokens(0.8, 4))

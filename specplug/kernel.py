@@ -1,0 +1,160 @@
+"""A linear layer for a few rows on the CPU, in place of torch's while a call is decoded.
+
+A target pass over five positions should cost about what one costs, since the weights are read once either way. torch's own
+`F.linear` does not keep that promise in fp32 (docs/algorithm.md has figures), and its product with a single row does not read
+memory as fast as it could. This one reads each weight once and feeds all rows. It serves plain `nn.Linear` modules in fp32 on
+the CPU, without hooks, for 1 to MAX_ROWS rows and one thread; everything else stays torch's. Results differ from torch's by
+rounding, as torch's own do between batch shapes.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specplug.config import first_line
+
+log = logging.getLogger(__name__)
+
+KERNELS = ("auto", "torch", "numba")
+MAX_ROWS = 17
+MIN_WEIGHTS = 1 << 16  # below this many weights the call costs more than it saves
+TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
+
+
+def prepare(kernel: str, model: Any) -> None:
+    """Compile before the first call, where there is something to serve. Raises ValueError where "numba" cannot be had."""
+    if kernel == "torch":
+        return
+    reason: Any = None
+    if torch.get_num_threads() > 1:
+        reason = (
+            f"it serves one thread, and torch has {torch.get_num_threads()}; torch.set_num_threads(1), or threads=1"
+        )
+    elif not _served(model):
+        reason = "it serves plain linear layers in fp32 on the CPU, and this model has none that are large enough"
+    elif isinstance(_compiled(), str):
+        reason = _compiled()
+    if reason and kernel == "numba":
+        raise ValueError(f"kernel=numba: {reason}; or take kernel=auto, which does what it can")
+
+
+@contextlib.contextmanager
+def swapped(kernel: str, *models: Any) -> Iterator[bool]:
+    """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
+    modules = [] if kernel == "torch" or torch.get_num_threads() > 1 else _served(*models)
+    product = _compiled() if modules else None
+    if isinstance(product, str):
+        modules = []
+    try:
+        for module in modules:
+            _enter(module, product)
+        yield bool(modules)
+    finally:
+        for module in modules:
+            _leave(module)
+
+
+_ENTERING = threading.Lock()
+# Modules of models that several threads decode with at once: how many of them are inside.
+_INSIDE: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+
+
+def _enter(module: nn.Module, product: Any) -> None:
+    with _ENTERING:
+        _INSIDE[module] = _INSIDE.get(module, 0) + 1
+        if "forward" not in vars(module):
+            module.forward = functools.partial(_forward, weakref.ref(module), product)
+
+
+def _leave(module: nn.Module) -> None:
+    with _ENTERING:
+        _INSIDE[module] -= 1
+        if not _INSIDE[module]:
+            del _INSIDE[module]
+            del module.forward
+
+
+def _served(*models: Any) -> list[nn.Module]:
+    return [module for model in models for module in model.modules() if _serves(module)]
+
+
+def _serves(module: Any) -> bool:
+    """A plain linear layer: no subclass (quantized, an adapter's), no hooks, no forward of somebody else's."""
+    if type(module) is not nn.Linear or ("forward" in vars(module) and module not in _INSIDE):
+        return False
+    weight = module.weight
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and weight.is_contiguous()
+        and weight.numel() >= MIN_WEIGHTS
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not hasattr(module, "parametrizations")
+    )
+
+
+def _forward(module_ref: Any, product: Any, x: Tensor) -> Tensor:
+    """What `nn.Linear.forward` returns."""
+    module = module_ref()
+    num_columns = x.shape[-1]
+    num_rows = x.numel() // num_columns
+    weight = module.weight
+    if (
+        not 1 <= num_rows <= MAX_ROWS
+        or x.dtype is not torch.float32
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.get_num_threads() > 1
+        or torch.compiler.is_compiling()
+    ):
+        return nn.functional.linear(x, weight, module.bias)
+    out = torch.empty((num_rows, weight.shape[0]))
+    rows = x.reshape(num_rows, num_columns).contiguous()
+    product(rows.detach().numpy(), weight.detach().numpy(), out.numpy())
+    if module.bias is not None:
+        out += module.bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@functools.cache
+def _compiled() -> Callable[..., None] | str:
+    """Compiled and checked once a process; or the reason why there is none."""
+    try:
+        from specplug.skinny import product
+    except ImportError as error:
+        return f"numba cannot be imported ({first_line(error)})"
+    try:
+        difference = self_check(product)
+    except Exception as error:  # whatever a compiler may raise on a machine nobody has seen
+        log.warning("specplug: the linear layer for a few rows is left out, it does not compile: %s", first_line(error))
+        return f"it does not compile here ({first_line(error)})"
+    if difference > TOLERANCE:
+        log.warning(
+            "specplug: the linear layer for a few rows is left out, it differs from torch's by %.1e", difference
+        )
+        return f"it computes something else than torch here (by {difference:.1e})"
+    return product
+
+
+def self_check(product: Callable[..., None]) -> float:
+    """Largest difference from torch's product, over odd shapes and every number of rows, relative to the lengths."""
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for num_rows in range(1, MAX_ROWS + 1):
+        for num_out, num_in in ((1, 1), (7, 33), (64, 130)):
+            x = torch.randn((num_rows, num_in), generator=generator)
+            weight = torch.randn((num_out, num_in), generator=generator)
+            out = torch.full((num_rows, num_out), float("nan"))
+            product(x.numpy(), weight.numpy(), out.numpy())
+            scale = x.norm(dim=-1)[:, None] * weight.norm(dim=-1)[None]
+            largest = max(largest, float(((out - x @ weight.T).abs() / scale).nan_to_num(float("inf")).max()))
+    return largest
