@@ -26,6 +26,7 @@ from specplug.config import (
     Config,
     ConfigError,
     Distill,
+    Draft,
     Drafter,
     Evaluate,
     Fixed,
@@ -116,6 +117,30 @@ def unknown_keys(node: DictConfig, path: str = "") -> list[str]:
     return problems
 
 
+LOADED = (Drafter.model, Drafter.cross_vocab)
+# Fields of a draft that only some kinds of drafter read; set for another, they would be ignored in silence.
+READ_BY: dict[str, tuple[Drafter, ...]] = {
+    **dict.fromkeys(("name_or_path", "gguf_file", "revision", "attn_implementation", "trust_remote_code"), LOADED),
+    **dict.fromkeys(("any_target", "cross_vocab"), LOADED),
+    **dict.fromkeys(("min_ngram", "max_ngram"), (Drafter.lookup, Drafter.suffix)),
+    **dict.fromkeys(("min_probability", "warm"), (Drafter.suffix,)),
+    "num_layers": (Drafter.early_exit,),
+    **dict.fromkeys(("plugin", "options"), (Drafter.plugin,)),
+}
+
+
+def unread(draft: Draft) -> list[str]:
+    """Problems: values that nothing would read."""
+    asked = {draft.drafter.value, draft.before.value}
+    default = Draft()
+    return [
+        f"draft.{name}={getattr(draft, name)}: nothing reads it with draft={draft.drafter.value}; it is for"
+        f" {', '.join(kind.value for kind in kinds)}"
+        for name, kinds in READ_BY.items()
+        if getattr(draft, name) != getattr(default, name) and not asked & {kind.value for kind in kinds}
+    ]
+
+
 def check(config: Config) -> None:
     """Raise ConfigError that lists every value out of range: the key, what was given, what is allowed, what to do."""
     problems: list[str] = []
@@ -159,6 +184,7 @@ def check(config: Config) -> None:
         "must be 1 or more, or null for torch's choice",
     )
     d = config.draft
+    problems += unread(d)
     need(
         1 <= d.min_ngram <= d.max_ngram,
         "draft.min_ngram",

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import specplug
-from specplug.config import Adaptive, Auto, Block, Config, Evaluate, QuantizationMethod, Rounds, to_dict
+from specplug.config import Adaptive, Auto, Block, Config, ConfigError, Evaluate, QuantizationMethod, Rounds, to_dict
 
 
 def test_the_default_is_the_embedded_pair():
@@ -102,3 +102,21 @@ def test_load_works_inside_somebody_elses_hydra():
 def test_importing_and_composing_needs_no_torch():
     code = "import sys, specplug, specplug.cli; specplug.load(); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        (["draft.warm=true"], r"draft\.warm=True: nothing reads it with draft=model; it is for suffix"),
+        (["draft=lookup", "draft.warm=true"], "it is for suffix"),
+        (["draft=suffix", "draft.name_or_path=x"], "it is for model, cross_vocab"),
+        (["draft.num_layers=3"], "it is for early_exit"),
+    ],
+)
+def test_a_value_that_nothing_reads_is_a_problem(overrides, match):
+    with pytest.raises(ConfigError, match=match):
+        specplug.load(*overrides)
+
+
+def test_what_is_asked_before_the_drafter_reads_its_values():
+    assert specplug.load("draft.before=suffix", "draft.warm=true").draft.warm
