@@ -93,7 +93,8 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
 
-    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around forward passes so that the seconds in `stats` are right. Costs overlap.
+    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around
+    forward passes so that the seconds in `stats` are right. Costs overlap.
     """
 
     def now() -> float:

@@ -6,8 +6,7 @@ often than by its argmax. Two sources: `StreamAhead`, the numbers that torch's g
 numbers that belong to a seed, a sequence and a position.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -21,8 +20,8 @@ LARGEST_KEY = 2**64 - 1  # what Philox takes
 
 
 class Noise(Protocol):
-    def ahead(self, lengths: Sequence[int]) -> Any:
-        """A context for one proposal, when the rows' texts have these lengths. No draft in it moves the global stream."""
+    def begin(self, lengths: Sequence[int]) -> None:
+        """A proposal is going to be made for texts of these lengths, one a row."""
         ...
 
     def of(self, rows: Sequence[int], lengths: Sequence[int], like: Tensor) -> Tensor:
@@ -33,6 +32,7 @@ class Noise(Protocol):
 class StreamAhead:
     """What the target's next draws from the global stream will use: a copy of the stream is run ahead of it.
 
+    The stream itself is only read: to move it and put it back would give other threads the same numbers twice.
     `torch.multinomial` of (B, V), one sample a row, is a race with B * V exponential numbers drawn at once (tested
     for torch 2.13 on the CPU). The target's own draws are made by that very call; so where it works otherwise, drafts are
     kept less often, and nothing else changes.
@@ -42,16 +42,14 @@ class StreamAhead:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.shape, self.device = (num_rows, vocab_size), device
-        self.copy = torch.Generator(device)
+        self.copy: torch.Generator | None = None
         self.draws: list[Tensor] = []  # (B, V) each: of the next draw, of the one behind it, ...
         self.lengths: list[int] = []  # of the texts that the next draw follows
 
-    @contextmanager
-    def ahead(self, lengths: Sequence[int]) -> Iterator[None]:
+    def begin(self, lengths: Sequence[int]) -> None:
         self.draws, self.lengths = [], list(lengths)
-        with untouched_stream(self.device):
-            self.copy.set_state(_get_state(self.device))
-            yield
+        self.copy = torch.Generator(self.device)
+        self.copy.set_state(_state_of_stream(self.device))
 
     def of(self, rows: Sequence[int], lengths: Sequence[int], like: Tensor) -> Tensor:
         found = []
@@ -121,8 +119,8 @@ class Keyed:
         self.seed, self.row_ids, self.prompt_lengths = seed, list(row_ids), list(prompt_lengths)
         self.made: list[dict[int, Tensor]] = [{} for _ in self.row_ids]  # of each row, by the length of the text before
 
-    def ahead(self, lengths: Sequence[int]) -> Any:
-        return nullcontext()  # `untouched_stream` is around the whole call
+    def begin(self, lengths: Sequence[int]) -> None:
+        pass
 
     def choose(self, rows: Sequence[int], lengths: Sequence[int], probs: Tensor) -> Tensor:
         """The target's tokens behind texts of these lengths, the shortest of each row first: (N, V) -> (N,)."""
@@ -157,7 +155,7 @@ def exponentials(seed: int, row_id: int, place: int, size: int) -> Tensor:
 class Chooser(LogitsProcessor):
     """The last of a call's processors: leaves one token possible, the one that the noise chooses.
 
-    So transformers' own loop draws what `Keyed` says, whatever its stream gives.
+    So transformers' own loop, set to take the argmax, says what `Keyed` says and draws nothing.
     """
 
     def __init__(self, noise: Keyed, hidden: Sequence[int]) -> None:
@@ -169,29 +167,8 @@ class Chooser(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
 
-@contextmanager
-def untouched_stream(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn within, the global streams of the CPU and of this device go on behind it as if nothing had been."""
-    devices = {torch.device("cpu"), device}
-    states = {each: _get_state(each) for each in devices}
-    try:
-        yield
-    finally:
-        for each, state in states.items():
-            _set_state(each, state)
-
-
-def _get_state(device: torch.device) -> Tensor:
-    state: Tensor = torch.get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
-    return state
-
-
-def _set_state(device: torch.device, state: Tensor) -> None:
+def _state_of_stream(device: torch.device) -> Tensor:
     if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        _module(device).set_rng_state(state, device)
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state

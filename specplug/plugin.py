@@ -3,6 +3,7 @@
 The hook into `model.generate` is in hook.py; the two forms without attach are in carrier.py.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -29,7 +30,7 @@ from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
-from specplug.noise import Chooser, Keyed, Seed, untouched_stream
+from specplug.noise import Chooser, Keyed, Seed
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
 from specplug.stats import Call, Stats
 from specplug.verify import RULE_NAMES
@@ -172,8 +173,7 @@ class SpeculativeProcessor(LogitsProcessor):
             hidden = left_padding(input_ids, model_kwargs.get("attention_mask"))
             lengths = [input_ids.shape[1] - padding for padding in hidden]
             keyed = Keyed(settings.seed.seed, settings.seed.ids_of(len(input_ids)), lengths)
-            with untouched_stream(input_ids.device):
-                return self._decode(call, settings, keyed, model, plain, *inputs)
+            return self._decode(call, settings, keyed, model, plain, *inputs)
         finally:
             self.count(call)
 
@@ -204,7 +204,7 @@ class SpeculativeProcessor(LogitsProcessor):
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
                 return decode(model, *inputs, streamer, **common)
-        mask, choosing = model_kwargs.get("attention_mask"), processors
+        mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:
                 raise ValueError(
@@ -212,8 +212,10 @@ class SpeculativeProcessor(LogitsProcessor):
                     f" ({call.reason}), where a seed takes the place of the scores; ask for output_logits, or leave one out"
                 )
             choosing = LogitsProcessorList([*processors, Chooser(keyed, left_padding(input_ids, mask))])
+            drawing = copy.copy(config)
+            drawing.do_sample = False  # nothing is left to draw, and the stream is not touched
         loop = functools.partial(
-            plain, input_ids, choosing, criteria, config, synced_gpus, streamer, **model_kwargs
+            plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs
         )  # fmt: skip
         if call.engine == "plain":
             return loop()

@@ -4,8 +4,6 @@ Nothing here is statistical: one token that differs fails. Rounding could part t
 fp32 that is a matter of 1 in 100,000 draws, and these draws are fixed by their seeds.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
@@ -167,8 +165,8 @@ def test_the_stream_is_seen_ahead(num_rows, vocab_size):
         probs = (torch.randn(4, num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3).softmax(-1)
         probs[:, :, vocab_size // 2] = 0
         rows = list(range(num_rows))
-        with ahead.ahead([10] * num_rows):
-            foreseen = [verify.race(probs[k], ahead.of(rows, [10 + k] * num_rows, probs)) for k in range(4)]
+        ahead.begin([10] * num_rows)
+        foreseen = [verify.race(probs[k], ahead.of(rows, [10 + k] * num_rows, probs)) for k in range(4)]
         assert torch.equal(torch.get_rng_state(), before)
         for k in range(4):
             assert torch.equal(torch.multinomial(probs[k], 1)[:, 0], foreseen[k])
@@ -223,7 +221,7 @@ def test_a_stream_that_is_not_foreseen_costs_acceptance_alone(target, drafters, 
 
 
 class TakesRandomNumbers(ModelDrafter):
-    """A draft of another package that draws from the global stream, whatever it is told."""
+    """Negative control: a draft that draws from the global stream, whatever it is told."""
 
     def start(self, request):
         session = ModelSession(self, request)
@@ -238,20 +236,17 @@ class TakesRandomNumbers(ModelDrafter):
 
 
 @pytest.mark.parametrize("engine", ["rounds", "lookahead"])
-def test_a_draft_cannot_move_the_stream(target, drafters, engine, monkeypatch):
+def test_a_draft_that_moves_the_stream_is_caught(target, drafters, engine):
     plain = two_calls(target, prompt(), {}, 1)
     draft = TakesRandomNumbers(drafters["model"])
-    with specplug.attach(target, draft, verify="walk", engine=engine, gamma=4):
+    with specplug.attach(target, draft, verify="walk", engine=engine, gamma=4), pytest.raises(AssertionError):
         assert_replayed(plain, two_calls(target, prompt(), {}, 1))
-        monkeypatch.setattr(noise, "untouched_stream", lambda device: nullcontext())
-        with pytest.raises(AssertionError):  # and the tests above would notice it
-            assert_replayed(plain, two_calls(target, prompt(), {}, 1))
 
 
 def test_a_draft_that_fails_has_taken_nothing(target, drafters):
-    class Fails(TakesRandomNumbers):
+    class Fails(ModelDrafter):
         def start(self, request):
-            session = super().start(request)
+            session = ModelSession(self, request)
             propose = session.propose
 
             def failing(ids, gamma):
@@ -264,6 +259,36 @@ def test_a_draft_that_fails_has_taken_nothing(target, drafters):
     plain = two_calls(target, prompt(), {}, 1)
     with specplug.attach(target, Fails(drafters["model"]), verify="walk", gamma=4):
         assert_replayed(plain, two_calls(target, prompt(), {}, 1))
+
+
+@pytest.mark.parametrize("settings", [{"verify": "walk"}, {"engine": "lookahead"}, {"verify": "walk", "seed": 3}])
+def test_the_stream_is_never_put_back(target, drafters, settings, monkeypatch):
+    """Another thread may have drawn from it meanwhile, and would draw the same numbers again."""
+
+    def forbidden(*_):
+        raise AssertionError("the global stream was set")
+
+    seed = {"specplug": {"seed": settings.pop("seed")}} if "seed" in settings else {}
+    with specplug.attach(target, drafters["model"], gamma=4, **settings) as plugin:
+        for name in ("set_rng_state", "manual_seed", "seed"):
+            monkeypatch.setattr(torch, name, forbidden)
+            monkeypatch.setattr(torch.random, name, forbidden)
+        for ids in (prompt(), prompt().expand(2, -1)):
+            target.generate(ids, **arguments({}), **seed)
+            assert plugin.last.num_accepted > 0
+
+
+@pytest.mark.parametrize("engine", ["rounds", "lookahead"])
+def test_where_the_stream_cannot_be_read_the_text_goes_on_without_drafts(target, drafters, engine, monkeypatch, caplog):
+    plain = two_calls(target, prompt(), {}, 1)
+
+    def unknown(device):
+        raise NotImplementedError(f"no generator on {device}")
+
+    monkeypatch.setattr(noise, "_state_of_stream", unknown)
+    with specplug.attach(target, drafters["model"], verify="walk", engine=engine, gamma=4):
+        assert_replayed(plain, two_calls(target, prompt(), {}, 1))
+    assert "no generator on cpu" in caplog.text
 
 
 def draws_ahead(children, draw):

@@ -7,7 +7,6 @@ A `Drafter` can be shared by threads and calls: it holds what does not change. E
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -164,8 +163,9 @@ class Safely:
             return nothing
         started = time.perf_counter()
         try:
-            with nullcontext() if self.noise is None else self.noise.ahead(lengths):
-                return propose()
+            if self.noise is not None:
+                self.noise.begin(lengths)
+            return propose()
         except Exception as error:
             self.broken = True
             log.warning("specplug: the draft failed, going on without it: %s", first_line(error))
