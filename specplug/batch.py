@@ -24,11 +24,12 @@ from specplug import cache as caches
 from specplug import warp
 from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
 from specplug.lookahead import left_padding
+from specplug.noise import Keyed
 from specplug.round import Text
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
-from specplug.verify import RULES, verify_greedy
+from specplug.verify import RULES, chain, verify_greedy, verify_walk
 
 # Criteria that judge each row by itself, whatever the others are.
 ROWWISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -90,10 +91,14 @@ def decode_batch(
     schedule: Schedule,
     stats: Stats,
     rule: str = "block",
+    keyed: Keyed | None = None,
     synchronize: bool = False,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate for (B, T) ids; counts, one round a row and pass, go to `stats`. Returns (B, T + new), padded on the right."""
+    """Generate for (B, T) ids; counts, one round a row and pass, go to `stats`. Returns (B, T + new), padded on the right.
+
+    `keyed`: the noise of a call with a seed, which is verified by the walk rule.
+    """
 
     def now() -> float:
         if synchronize and model.device.type == "cuda":
@@ -118,9 +123,17 @@ def decode_batch(
     started = now()
 
     for_draft = warp.for_draft(logits_processor, len(rows))
-    request = Request(do_sample, for_draft, logits.shape[-1], schedule.min_confidence, synchronize)
+    drawn = do_sample and keyed is None
+    request = Request(
+        drawn,
+        for_draft,
+        logits.shape[-1],
+        schedule.min_confidence,
+        time_forward=synchronize,
+        noise=keyed,
+    )
     session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
-    safely = Safely(stats)
+    safely = Safely(stats, keyed)
     caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
     slots, first, began = input_ids.shape[1], True, time.perf_counter()  # slots: positions in the cache
@@ -128,7 +141,9 @@ def decode_batch(
         while True:
             lengths = [proposals.lengths[row.index] for row in active]
             width = logits.shape[1]
-            num_accepted, next_token = _verify(active, proposals, lengths, logits, logits_processor, do_sample, rule)
+            num_accepted, next_token = _verify(
+                active, proposals, lengths, logits, logits_processor, do_sample, rule, keyed
+            )
             going_on, committed, made = [], [], []
             for i, row in enumerate(active):
                 drafts = proposals.tokens[row.index, : num_accepted[i]].tolist()
@@ -162,7 +177,10 @@ def decode_batch(
             room = stopping.room(min(row.text.ids.shape[1] for row in active))
             gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
             texts, indices = [row.visible for row in everyone], [row.index for row in active]
-            proposals = safely(lambda: session.propose(texts, gamma, indices), nothing) if gamma > 0 else nothing  # noqa: B023
+            proposals = nothing
+            if gamma > 0:
+                ends = [row.length for row in everyone]
+                proposals = safely(lambda: session.propose(texts, gamma, indices), nothing, ends)  # noqa: B023
             proposals = proposals.trimmed(plan)
             width = max(proposals.lengths[row.index] for row in active) + 1
             inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
@@ -186,6 +204,7 @@ def _verify(
     processors: LogitsProcessorList,
     do_sample: bool,
     rule: str,
+    keyed: Keyed | None,
 ) -> tuple[list[int], list[int]]:
     """Accepted drafts and next token of each active row, from (A, G + 1, V) logits. One host read."""
     indices = [row.index for row in active]
@@ -202,6 +221,8 @@ def _verify(
                 for i, row in enumerate(active)
             ]
         )
+    if keyed is not None:
+        return _walk(active, tokens, lengths, warp.to_probs(scores), keyed)
     num_drafts = torch.tensor(lengths, device=logits.device)
     if do_sample:
         probs = None if proposals.probs is None else proposals.probs[indices, : tokens.shape[1]]
@@ -209,6 +230,23 @@ def _verify(
     else:
         verified = verify_greedy(tokens, scores, num_drafts)
     num_accepted, next_token = torch.stack(list(verified)).tolist()
+    return num_accepted, next_token
+
+
+def _walk(
+    active: list[Row], tokens: Tensor, lengths: list[int], probs: Tensor, keyed: Keyed
+) -> tuple[list[int], list[int]]:
+    """The walk rule for each row, from (A, G) drafts and (A, G + 1, V) probabilities: the noise is there for all positions."""
+    places = [(i, node) for i, num_drafts in enumerate(lengths) for node in range(num_drafts + 1)]
+    at = torch.tensor(places, device=probs.device)
+    flat = probs[at[:, 0], at[:, 1]]  # (N, V) positions that a row may be asked about
+    indices, ends = [active[i].index for i, _ in places], [active[i].length + node for i, node in places]
+    drawn = dict(zip(places, keyed.choose(indices, ends, flat).tolist(), strict=True))
+    num_accepted, next_token = [], []
+    for i, drafts in enumerate(tokens.tolist()):
+        *kept, last = verify_walk(chain(drafts[: lengths[i]]), lambda node: drawn[i, node])  # noqa: B023
+        num_accepted.append(len(kept))
+        next_token.append(last.token)
     return num_accepted, next_token
 
 

@@ -39,12 +39,13 @@ from specplug.config import (
     Token,
     Train,
     Training,
+    Walk,
 )
 
 CONF_MODULE = "specplug.conf"
 
 OPTIONS: dict[str, tuple[type, ...]] = {
-    "verify": (Token, Block),
+    "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
     "recipe": (Evaluate, Calibrate, Generate, Theory, Train, Distill, Prune),

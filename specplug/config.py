@@ -143,6 +143,11 @@ class Block(Verify):
 
 
 @dataclass
+class Walk(Verify):
+    """Draw from the target and go on while the draft is what was drawn: the ids of plain decoding under the same seed."""
+
+
+@dataclass
 class Schedule:
     pass
 

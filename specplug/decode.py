@@ -4,6 +4,7 @@ Receives what transformers prepared for its own loop (`_sample`) and returns wha
 several in `batch.py`; `why_not_rounds` says what is left to the `lookahead` engine, `why_not_at_all` what to plain decoding.
 """
 
+import functools
 import time
 from typing import Any
 
@@ -17,10 +18,12 @@ from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.lookahead import left_padding
-from specplug.round import Text, verify_at_once, verify_in_order
+from specplug.noise import Keyed, Noise, StreamAhead
+from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
+from specplug.verify import sample
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
 HANDLED = GROWING | {
@@ -52,8 +55,12 @@ def why_not_rounds(
     synced_gpus: bool,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    rule: str,
 ) -> str | None:
-    """None if our own loop makes of this call what transformers' loop makes of it, else the reason."""
+    """None if our own loop makes of this call what transformers' loop makes of it, else the reason.
+
+    `rule`: the accept rule, or "seed" for a call whose random numbers belong to a seed.
+    """
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is given as embeddings"
     if synced_gpus:
@@ -63,6 +70,8 @@ def why_not_rounds(
     if unknown:
         return f"the model is given further inputs ({', '.join(unknown)})"
     if len(input_ids) > 1:
+        if config.do_sample and rule == "walk":
+            return "verify=walk follows the random stream, from which a batch draws for all its sequences at once"
         return why_not_batch(input_ids, config, processors, criteria, streamer, model_kwargs)
     return None
 
@@ -78,12 +87,14 @@ def decode(
     schedule: Schedule,
     stats: Stats,
     rule: str = "block",
+    keyed: Keyed | None = None,
     synchronize: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
 
-    `synchronize`: wait for the device around forward passes so that the seconds in `stats` are right. Costs overlap.
+    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around
+    forward passes so that the seconds in `stats` are right. Costs overlap.
     """
 
     def now() -> float:
@@ -99,9 +110,16 @@ def decode(
     stopping = Stopping(stopping_criteria)
     text = Text(input_ids)
     (hidden,) = left_padding(input_ids, model_kwargs.get("attention_mask"))
-    verify, for_draft = verify_in_order, warp.for_draft(logits_processor)
-    if warp.all_stateless(logits_processor):
-        verify, logits_processor = verify_at_once, warp.for_row(logits_processor, hidden)
+    for_draft = warp.for_draft(logits_processor)
+    stateless = warp.all_stateless(logits_processor)
+    if stateless:
+        logits_processor = warp.for_row(logits_processor, hidden)
+
+    def choose(probs: Tensor) -> Tensor:
+        """The target's own draw, (1, V) -> (1,)."""
+        if keyed is None:
+            return sample(probs)
+        return keyed.choose([0], [text.ids.shape[1] - hidden], probs)
 
     # The prompt's pass, transformers' own: chunked prefill and a reused cache included.
     started = now()
@@ -112,18 +130,31 @@ def decode(
     stats.num_prefill_tokens += 1
     started = now()
 
-    request = Request(do_sample, for_draft, outputs.logits.shape[-1], schedule.min_confidence, cache, synchronize)
+    noise: Noise | None = None
+    verify: Any = functools.partial(verify_at_once if stateless else verify_in_order, do_sample=do_sample, rule=rule)
+    if do_sample and (rule == "walk" or keyed is not None):
+        noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
+        verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
+    request = Request(
+        do_sample and noise is None,
+        for_draft,
+        outputs.logits.shape[-1],
+        schedule.min_confidence,
+        cache,
+        synchronize,
+        noise,
+    )
     session, plan = drafter.start(request), schedule.start(1, drafter.costs_nothing)
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
     caches.prepare_for_crop(cache)
-    safely = Safely(stats)
+    safely = Safely(stats, noise)
     first, stop, began = True, False, time.perf_counter()
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
-            for token, origin, scores in verify(proposal, logits, logits_processor, do_sample, text, rule):
+            for token, origin, scores in verify(proposal, logits, logits_processor, text=text):
                 text.commit(token)
                 if all_scores is not None:
                     all_scores += (scores,)
@@ -156,7 +187,9 @@ def decode(
             room = stopping.room(text.ids.shape[1])
             gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
             visible = text.ids[:, hidden:]
-            proposal = safely(lambda: session.propose(visible, gamma), nothing) if gamma > 0 else nothing  # noqa: B023
+            proposal = nothing
+            if gamma > 0:
+                proposal = safely(lambda: session.propose(visible, gamma), nothing, [visible.shape[1]])  # noqa: B023
             proposal = proposal.first(plan.trim(proposal.tokens.shape[1], proposal.bucket))
             width = proposal.tokens.shape[1] + 1
             inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transformers import Pipeline, PreTrainedModel
@@ -34,12 +35,20 @@ class Intercepts(Protocol):
     def forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
+@dataclass
+class CallSettings:
+    """What `generate(..., specplug=given)` was given, and whether a plugin has read it."""
+
+    given: Any
+    read: bool = False
+
+
 _LOCK = threading.RLock()
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
 _LIVE_CALLS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
 _LOOKAHEADS: dict[int, Any] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
-_SETTINGS: ContextVar[dict[str, Any] | None] = ContextVar("specplug settings of this call", default=None)
+_SETTINGS: ContextVar[CallSettings | None] = ContextVar("specplug settings of this call", default=None)
 
 
 class SpeculativeMixin:
@@ -53,10 +62,15 @@ class SpeculativeMixin:
         return plain(*args, **kwargs) if plugin is None else plugin.serve(self, plain, *args, **kwargs)
 
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_seed("beam search (num_beams above 1)")
         plugin = attached(self)
         if plugin is not None:
             plugin.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
         return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_seed("transformers' assisted generation (assistant_model or prompt_lookup_num_tokens)")
+        return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super()._prefill(*args, **kwargs)  # type: ignore[misc]
@@ -88,9 +102,13 @@ def _speculative_class(original: type) -> type:
 
         @functools.wraps(original.generate)  # type: ignore[attr-defined]
         def generate(self: Any, *args: Any, specplug: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-            token = _SETTINGS.set(specplug)
+            settings = CallSettings(specplug)
+            token = _SETTINGS.set(settings)
             try:
-                return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+                output = original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+                if not settings.read:  # a loop of the caller's own, which cannot be known before it has run
+                    refuse_seed("this custom_generate")
+                return output
             finally:
                 _SETTINGS.reset(token)
 
@@ -110,8 +128,23 @@ def attached(model: Any) -> Any:
 
 
 def call_settings() -> dict[str, Any] | None:
-    """What `generate(..., specplug={...})` was given, inside that call."""
-    return _SETTINGS.get()
+    """What `generate(..., specplug={...})` was given, inside that call; from then on it is the plugin's to honour."""
+    settings = _SETTINGS.get()
+    if settings is None:
+        return None
+    settings.read = True
+    given: dict[str, Any] | None = settings.given
+    return given
+
+
+def refuse_seed(loop: str) -> None:
+    """Raises ValueError if this call was given a seed, which such a loop takes no notice of."""
+    settings = _SETTINGS.get()
+    if settings is not None and isinstance(settings.given, dict) and "seed" in settings.given:
+        raise ValueError(
+            f"specplug={settings.given!r}: {loop} draws in a loop of its own, where a seed has no effect; decode without it,"
+            " or leave seed out and call torch.manual_seed"
+        )
 
 
 def attach(model: PreTrainedModel, plugin: Any) -> None:

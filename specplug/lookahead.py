@@ -5,7 +5,8 @@ now, and the others at its next steps for as long as the token that it chose is 
 and the next pass begins. So the loop, its processors, criteria, streamer and random numbers are those of plain decoding:
 ids are equal under the same seed, for any number of sequences in the batch, which advance together.
 
-Drafts are never sampled here: a draft is kept when the loop chose the same token by itself.
+Drafts take no random numbers here: a draft is kept when the loop chose the same token by itself. When it samples, a draft
+model runs the race that the loop's next draw is going to run; see noise.py.
 """
 
 import time
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from specplug import cache as caches
 from specplug import warp
 from specplug.drafters import Drafter, Request, Safely, start_rows
+from specplug.noise import Noise, StreamAhead
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 
@@ -27,7 +29,10 @@ CONSTANT = {caches.NAME, "use_cache", "return_dict", "output_attentions", "outpu
 
 
 class Lookahead:
-    """The drafts and the unread answers of one `generate` call. `input_ids`: (B, T), the text when the loop begins."""
+    """The drafts and the unread answers of one `generate` call.
+
+    `input_ids`: (B, T), the text when the loop begins. `noise`: of the loop's draws; None is that of the global stream.
+    """
 
     def __init__(
         self,
@@ -40,11 +45,14 @@ class Lookahead:
         drafter: Drafter,
         schedule: Schedule,
         stats: Stats,
+        noise: Noise | None = None,
     ) -> None:
         self.cache, self.ids, self.stats = cache, input_ids, stats
         num_rows = input_ids.shape[0]
-        # Drafts are greedy whatever the loop does: they take no random numbers.
-        request = Request(False, warp.for_draft(logits_processor, num_rows), vocab_size, schedule.min_confidence)
+        if noise is None and generation_config.do_sample:
+            noise = StreamAhead(num_rows, vocab_size, input_ids.device)
+        for_draft = warp.for_draft(logits_processor, num_rows)
+        request = Request(False, for_draft, vocab_size, schedule.min_confidence, noise=noise)
         self.plan = schedule.start(num_rows, drafter.costs_nothing)
         self.pass_began: float | None = None
         self.buckets: list[int] = [0] * num_rows
@@ -58,7 +66,7 @@ class Lookahead:
         self.kept_of_finished: dict[
             int, int
         ] = {}  # of them, those that have ended since, and how many drafts they kept
-        self.safely = Safely(stats)
+        self.safely = Safely(stats, noise)
         self.began = False
         self.drafts = input_ids.new_empty((num_rows, 0))  # (B, G) behind the last token that was scored
         self.logits: Tensor | None = None  # (B, G + 1, V) of that pass
@@ -135,7 +143,8 @@ class Lookahead:
         if gamma <= 0 or not active:
             return nothing
         texts = [self.ids[b : b + 1, self.hidden[b] :] for b in range(len(self.ids))]
-        proposals = self.safely(lambda: self.sessions.propose(texts, gamma, active), None)
+        ends = [text.shape[1] for text in texts]
+        proposals = self.safely(lambda: self.sessions.propose(texts, gamma, active), None, ends)
         if proposals is None:
             return nothing
         proposals = proposals.trimmed(self.plan)

@@ -3,6 +3,7 @@
 The hook into `model.generate` is in hook.py; the two forms without attach are in carrier.py.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -28,15 +29,17 @@ from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
 from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
-from specplug.lookahead import Lookahead
+from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
+from specplug.noise import Chooser, Keyed, Seed
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
 from specplug.stats import Call, Stats
-from specplug.verify import RULES
+from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
 
 ENGINES = ("auto", "rounds", "lookahead", "plain")
+CALL_SETTINGS = ("gamma", "engine", "seed", "row_ids")
 
 
 class SpeculativeProcessor(LogitsProcessor):
@@ -73,7 +76,7 @@ class SpeculativeProcessor(LogitsProcessor):
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
         self.engine = _allowed("engine", engine, ENGINES)
-        self.verify = _allowed("verify", verify, tuple(RULES))
+        self.verify = _allowed("verify", verify, RULE_NAMES)
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
         self.synchronize = synchronize
         self.stats = Stats()
@@ -137,6 +140,7 @@ class SpeculativeProcessor(LogitsProcessor):
     def _custom_generate(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         handed = self._handed.__dict__.pop("arguments", {})
         if kwargs["generation_config"].num_beams > 1:
+            hook.refuse_seed("beam search (num_beams above 1)")
             self.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
             return hook.original_class(model)._beam_search(model, *args, **kwargs)  # type: ignore[attr-defined]
         self._meet(model, handed.get("tokenizer"))
@@ -158,45 +162,75 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> Any:
         """Stand in for the loop `plain`, which is transformers' `_sample` with the model bound."""
         call = Call(num_calls=1)
+        processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
+        inputs = (input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs)
         try:
             settings = self._settings(hook.call_settings())
-            processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
-            linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
-            call.engine, call.reason = self._choose(
-                settings, model, input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer,
-                model_kwargs,
-            )  # fmt: skip
-            common: Any = {"drafter": self.drafter, "schedule": settings.schedule, "stats": call}
-            if call.engine == "rounds":
-                inputs = (input_ids, processors, stopping_criteria, generation_config)
-                common |= {"rule": self.verify, "synchronize": self.synchronize, **model_kwargs}
-                with linear(), model._optimize_model_for_decode():
-                    if len(input_ids) > 1:
-                        return decode_batch(model, *inputs, **common)
-                    return decode(model, *inputs, streamer, **common)
-            loop = functools.partial(
-                plain,
-                input_ids,
-                processors,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-            if call.engine == "plain":
-                return loop()
-            lookahead = Lookahead(
-                get_cache(model_kwargs), input_ids, model_kwargs.get("attention_mask"), _vocab_size(model),
-                generation_config, processors, **common,
-            )  # fmt: skip
-            try:
-                with linear(), hook.intercepted(model, lookahead.cache, lookahead):
-                    return loop()
-            finally:
-                lookahead.finish()
+            if settings.seed is None:
+                return self._decode(call, settings, None, model, plain, *inputs)
+            if not generation_config.do_sample:
+                raise ValueError(
+                    f"seed={settings.seed.seed} with do_sample=False: greedy decoding draws nothing; pass do_sample=True, or"
+                    " leave seed out"
+                )
+            hidden = left_padding(input_ids, model_kwargs.get("attention_mask"))
+            lengths = [input_ids.shape[1] - padding for padding in hidden]
+            keyed = Keyed(settings.seed.seed, settings.seed.ids_of(len(input_ids)), lengths)
+            return self._decode(call, settings, keyed, model, plain, *inputs)
         finally:
             self.count(call)
+
+    def _decode(
+        self,
+        call: Call,
+        settings: "Settings",
+        keyed: Keyed | None,
+        model: Any,
+        plain: Any,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        synced_gpus: bool,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Choose the engine and run it. `keyed`: the noise of a call with a seed."""
+        call.engine, call.reason = self._choose(
+            settings, model, input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs
+        )
+        linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
+        common: Any = {"drafter": self.drafter, "schedule": settings.schedule, "stats": call}
+        if call.engine == "rounds":
+            inputs = (input_ids, processors, criteria, config)
+            common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
+            with linear(), model._optimize_model_for_decode():
+                if len(input_ids) > 1:
+                    return decode_batch(model, *inputs, **common)
+                return decode(model, *inputs, streamer, **common)
+        mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
+        if keyed is not None:
+            if config.return_dict_in_generate and config.output_scores:
+                raise ValueError(
+                    f"seed={keyed.seed} with output_scores=True: this call goes through transformers' loop"
+                    f" ({call.reason}), where a seed takes the place of the scores; ask for output_logits, or leave one out"
+                )
+            choosing = LogitsProcessorList([*processors, Chooser(keyed, left_padding(input_ids, mask))])
+            drawing = copy.copy(config)
+            drawing.do_sample = False  # nothing is left to draw, and the stream is not touched
+        loop = functools.partial(
+            plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs
+        )  # fmt: skip
+        if call.engine == "plain":
+            return loop()
+        lookahead = Lookahead(
+            get_cache(model_kwargs), input_ids, mask, _vocab_size(model), config, processors, noise=keyed, **common
+        )
+        try:
+            with linear(), hook.intercepted(model, lookahead.cache, lookahead):
+                return loop()
+        finally:
+            lookahead.finish()
 
     def _choose(
         self,
@@ -223,7 +257,8 @@ class SpeculativeProcessor(LogitsProcessor):
             return "plain", reason
         if settings.engine == "lookahead":
             return "lookahead", "engine=lookahead"
-        reason = why_not_rounds(input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs)
+        rule = self.verify if settings.seed is None else "seed"
+        reason = why_not_rounds(input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs, rule)
         if reason is None:
             return "rounds", "everything passed is served by it exactly"
         if settings.engine == "rounds":
@@ -234,16 +269,16 @@ class SpeculativeProcessor(LogitsProcessor):
 
     def _settings(self, given: dict[str, Any] | None) -> "Settings":
         """The plugin's settings, with those of this call in their place."""
-        settings = Settings(self.schedule, self.engine)
+        settings = Settings(self.schedule, self.engine, None)
         if given is None:
             return settings
-        if not isinstance(given, dict) or set(given) - {"gamma", "engine"}:
-            raise ValueError(f"specplug={given!r}: give a dict with any of: gamma, engine")
+        if not isinstance(given, dict) or set(given) - set(CALL_SETTINGS):
+            raise ValueError(f"specplug={given!r}: give a dict with any of: {', '.join(CALL_SETTINGS)}")
         if "gamma" in given:
             settings = settings._replace(schedule=FixedSchedule(given["gamma"]))
         if "engine" in given:
             settings = settings._replace(engine=_allowed("engine", given["engine"], ENGINES))
-        return settings
+        return settings._replace(seed=Seed.checked(given))
 
     def _meet(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         """Load the draft if it is only named yet, and see that it fits this target."""
@@ -281,6 +316,7 @@ class Settings(NamedTuple):
 
     schedule: Schedule
     engine: str
+    seed: Seed | None
 
 
 def _allowed(name: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -323,8 +359,8 @@ def attach(
             lookup, or a list of these: a chain, each asked when the one before has nothing good.
         gamma: draft tokens in every round. Without it, and without `schedule`, as many as pay, by measurement.
         schedule: see schedule.py.
-        verify: accept rule for sampling, "block" (the default) or "token"; at temperature 0 it is the comparison with the
-            argmax.
+        verify: accept rule for sampling, "block" (the default), "token", or "walk", which gives equal ids under the same
+            `torch.manual_seed`; at temperature 0 it is the comparison with the argmax.
         engine: "auto" takes our own loop ("rounds") where everything passed is known to come out the same there, and else
             transformers' loop over a target that looks ahead ("lookahead"); what neither can serve is decoded plainly,
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.

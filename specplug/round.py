@@ -1,12 +1,12 @@
 """One round: verify a proposal against the target's logits and hand out its tokens one by one.
 
-Two ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
+Three ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
 keep no state. `verify_in_order` calls the processors once per token, on the accepted prefix, and goes on
 only when the caller asks for the next token: a processor or criterion that keeps state sees exactly what plain decoding
-shows it.
+shows it. `verify_by_walk` draws each token as plain decoding does, and not before the caller asks for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.drafters import Proposal
-from specplug.verify import RULES, residual, sample, token_acceptance, verify_greedy
+from specplug.verify import RULES, chain, residual, sample, token_acceptance, verify_greedy, verify_walk
 
 
 class Emitted(NamedTuple):
@@ -86,3 +86,34 @@ def verify_in_order(
         yield Emitted(int(token), "accepted" if accepted else "recovered", scores)
         if not accepted:
             return
+
+
+def verify_by_walk(
+    proposal: Proposal,
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    text: Text,
+    stateless: bool,
+    choose: Callable[[Tensor], Tensor],
+) -> Iterator[Emitted]:
+    """By the walk rule, for processors that keep no state or for any. The caller commits each token before it asks for more.
+
+    `choose`: (1, V) probabilities of the token that comes next -> (1,) token id.
+    """
+    at_once = None
+    if stateless:
+        at_once = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
+    drafts = proposal.tokens[0].tolist()
+    scores = logits[:, 0]
+
+    def draw(node: int) -> int:
+        nonlocal scores
+        if at_once is not None:
+            scores = at_once[:, node]
+        else:
+            scores = warp.process(processors, text.ids, logits[:, node].clone())
+        return int(choose(warp.to_probs(scores)))
+
+    for node, token, kept in verify_walk(chain(drafts), draw):
+        missed: Literal["recovered", "bonus"] = "bonus" if node == len(drafts) else "recovered"
+        yield Emitted(token, "accepted" if kept else missed, scores)

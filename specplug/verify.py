@@ -7,6 +7,7 @@ Words: an *accepted* token is a draft token that was kept; the *recovered* token
 *bonus* token follows when all were kept.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,6 +165,36 @@ def verify_block(
     return Verified(num_accepted, sample(chosen, generator))
 
 
+class Step(NamedTuple):
+    node: int  # where the token was drawn
+    token: int
+    kept: bool  # a child of the node bears it, and the walk goes on from there
+
+
+def chain(draft_tokens: Sequence[int]) -> list[dict[int, int]]:
+    """Drafts one behind another, as `verify_walk` takes them: node i has one child, node i + 1; the last has none."""
+    return [*({token: i + 1} for i, token in enumerate(draft_tokens)), {}]
+
+
+def verify_walk(children: Sequence[dict[int, int]], draw: Callable[[int], int]) -> Iterator[Step]:
+    """Draw from the target at the root; go down to the child that bears the token, and draw there, until none does.
+
+    Every token that comes out was drawn from the target's distribution on the text before it, whatever the drafts are and
+    however they came about: they may have seen the very random numbers that the draws use. Nothing is drawn before it is
+    asked for, so random numbers are used as plain decoding uses them, one draw a token.
+
+    Args:
+        children: for each node the drafts behind it, as {token: node}. Node 0 stands for the text so far. See `chain`.
+        draw: node -> a token from the target's distribution there.
+    """
+    node: int | None = 0
+    while node is not None:
+        token = draw(node)
+        child = children[node].get(token)
+        yield Step(node, token, child is not None)
+        node = child
+
+
 def _drafted(accepted: Tensor, num_drafts: Tensor | None) -> Tensor:
     """`accepted`, (B, G), with False where a row has no draft."""
     if num_drafts is None:
@@ -176,13 +207,31 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
 
 
+def race(probs: Tensor, noise: Tensor) -> Tensor:
+    """The winner of an exponential race, (B, V) and (B, V) -> (B,): argmax of p / e has the distribution p.
+
+    Two races with the same noise have the same winner more often than two draws: with a probability of at least
+    (1 - d) / (1 + d), d the total variation distance of their distributions. Source: Daliri et al. 2024 (arXiv 2408.07978).
+    """
+    return (probs / noise).argmax(-1)
+
+
+def sample_by(probs: Tensor, noise: Tensor) -> Tensor:
+    """One token id per row, (B, V) -> (B,), by a race with given noise. Raises RuntimeError where `sample` does."""
+    tokens = race(probs, noise)
+    if not bool((probs.gather(-1, tokens[:, None]) > 0).all()):  # the argmax of a nan is its place
+        raise RuntimeError("probability tensor contains either nan, or no element above 0")
+    return tokens
+
+
 def sample_draft(probs: Tensor) -> Tensor:
-    """One token id per row, (B, V) -> (B,), by an exponential race: argmax of p / e has the distribution p.
+    """One token id per row, (B, V) -> (B,), by a race.
 
     What `torch.multinomial` does, without its checks, which cost more than a small draft's arithmetic and wait for the
     device. For drafts alone: the target's own draws are made as transformers makes them.
     """
-    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+    return race(probs, torch.empty_like(probs).exponential_())
 
 
-RULES = {"token": verify_token, "block": verify_block}
+RULES = {"token": verify_token, "block": verify_block}  # of drafts that were drawn
+RULE_NAMES = (*RULES, "walk")

@@ -3,8 +3,9 @@
     python tests/fuzz.py --cases 500            # a fresh seed, which it prints
     python tests/fuzz.py --seed 7 --case 123    # one case again
 
-Greedy calls on every engine, and sampled calls under the same seed on `lookahead` with drafts that are not sampled; tiny
-random models in fp32 on the CPU. A failing case is made as small as it stays failing, and printed as one line that
+Greedy calls on every engine, sampled calls under the same `torch.manual_seed` on `lookahead` and by verify=walk, where the
+random stream must also end in the same place, and calls with a seed of their own on every engine; tiny random models in
+fp32 on the CPU. A failing case is made as small as it stays failing, and printed as one line that
 reproduces it.
 """
 
@@ -168,6 +169,7 @@ TOGETHER = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"} | {
     "prefix_allowed", "watermark", "guidance_scale", "counting"
 }  # fmt: skip
 DRAFTERS = ("lookup", "suffix", "early_exit", "chain", "intersection", "string", "junk", "failing")
+ENGINES = ("auto", "auto", "rounds", "lookahead", "plain")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 CACHES = ("default", "filled", "own", "static", "none", "chunked", "embeds")
 
@@ -201,6 +203,12 @@ def draw_case(r: random.Random) -> dict:
         case |= {"form": r.choice(["attach", "custom"]), "eos": r.choice([EOS, [EOS, 13], [3, 5, 7, 13, 17]])}
         case["stop"] = r.choice(["", "", "strings"])
         case["processors"] = {k: v for k, v in case["processors"].items() if k not in TOGETHER}
+    if case["sample"] or r.random() < 0.2:
+        case["verify"] = r.choice(["block", "walk", "walk"])
+        if r.random() < 0.4:  # a seed of the call's own: in whatever way it is decoded
+            case |= {"sample": True, "form": "attach", "seed": r.randrange(2**64), "engine": r.choice(ENGINES)}
+        elif case["verify"] == "walk":
+            case |= {"sample": True, "engine": r.choice(["auto", "auto", "rounds", "lookahead"])}
     return tidy(case)
 
 
@@ -211,11 +219,13 @@ def tidy(case: dict) -> dict:
     if case["schedule"] == "confidence" and case["drafter"] in ("lookup", "suffix", "junk", "failing"):
         case["schedule"] = "fixed"  # there is no model to be sure or unsure
     if case["sample"]:
-        case["engine"] = "lookahead"
+        if case.get("verify") != "walk" and "seed" not in case:
+            case["engine"] = "lookahead"
         if case["form"] == "attach" and case["drafter"] == "other":
             case["drafter"] = "model"
     else:
         case["warpers"], case["returns"] = {}, 1
+        case.pop("seed", None)
     if rows * case["returns"] > 1 and case["cache"] in ("embeds", "chunked"):
         case["cache"] = "default"
     if case["cache"] in ("embeds", "chunked"):
@@ -229,6 +239,8 @@ def tidy(case: dict) -> dict:
     if case["eos"] is None:
         for name in ("min_new_tokens", "exponential_decay_length_penalty"):
             case["processors"].pop(name, None)
+    if "seed" in case:  # transformers' loop cannot give scores then, and our own can
+        case["outputs"] = [name for name in case["outputs"] if name != "output_scores"]
     if not case["return_dict"]:
         case["outputs"] = []
     if case["cache"] == "filled" and case["returns"] > 1:
@@ -344,13 +356,19 @@ def outcome(case: dict, ours: bool):
     call, streamer = arguments(case, target)
     plugin = None
     if ours:
-        plugin = specplug.SpeculativeProcessor(drafter_of(case), schedule=schedule_of(case), engine=case["engine"])
+        plugin = specplug.SpeculativeProcessor(
+            drafter_of(case), schedule=schedule_of(case), engine=case["engine"], verify=case.get("verify", "block")
+        )
         if case["form"] == "attach":
             plugin.attach(target)
         elif case["form"] == "custom":
             call["custom_generate"] = plugin
         else:
             call["logits_processor"] = [*call.get("logits_processor", []), plugin]
+    elif "seed" in case:  # without drafts
+        plugin = specplug.SpeculativeProcessor("lookup", engine="plain").attach(target)
+    if "seed" in case:
+        call["specplug"] = {"seed": case["seed"]}
     torch.manual_seed(case["prompt_seed"])
     try:
         result = target.generate(**call)
@@ -359,7 +377,7 @@ def outcome(case: dict, ours: bool):
     finally:
         if plugin is not None:
             plugin.detach()
-    return result, streamer.chunks if streamer else None, plugin
+    return result, streamer.chunks if streamer else None, plugin, torch.get_rng_state()
 
 
 def router_tie(case: dict, target, ids: torch.Tensor) -> bool:
@@ -395,8 +413,8 @@ def difference(case: dict) -> str | None:
 
 
 def compare(case: dict) -> str | None:
-    plain, plain_chunks, _ = outcome(case, ours=False)
-    ours, our_chunks, plugin = outcome(case, ours=True)
+    plain, plain_chunks, _, plain_state = outcome(case, ours=False)
+    ours, our_chunks, plugin, our_state = outcome(case, ours=True)
     compare.plugin = plugin
     target = models(case["architecture"])[0]
     if type(target).__name__ not in str(type(target)) or hasattr(type(target), "_specplug_original"):
@@ -411,6 +429,8 @@ def compare(case: dict) -> str | None:
         return f"plain: {str(plain)[:100]!r}, ours: {str(ours)[:300]!r}"
     if plain_chunks != our_chunks:
         return f"streamer chunks: {plain_chunks} != {our_chunks}"
+    if not torch.equal(plain_state, our_state):
+        return "the random stream ended in another place"
     if not case["return_dict"]:
         return None if torch.equal(plain, ours) else f"ids: {plain.tolist()} != {ours.tolist()}"
     if not torch.equal(plain.sequences, ours.sequences):
@@ -438,7 +458,7 @@ SIMPLER = [
     *({key: value} for key, value in (
         ("padding", 0), ("outputs", []), ("return_dict", False), ("streamer", False), ("stop", ""), ("cache", "default"), ("returns", 1), ("schedule", "fixed"),
         ("form", "attach"), ("drafter", "lookup"), ("architecture", "Llama"), ("sample", False), ("eos", EOS),
-        ("engine", "auto"), ("new", 12), ("new", 4), ("gamma", 2),
+        ("engine", "auto"), ("new", 12), ("new", 4), ("gamma", 2), ("verify", "block"),
     )),
 ]  # fmt: skip
 
@@ -448,6 +468,8 @@ def shrink(case: dict) -> dict:
     for change in SIMPLER:
         ((key, value),) = change.items()
         smaller = json.loads(json.dumps(case))
+        if key not in case:
+            continue
         if isinstance(case[key], dict):
             smaller[key].pop(value, None)
         else:

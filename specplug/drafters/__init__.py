@@ -6,14 +6,15 @@ A `Drafter` can be shared by threads and calls: it holds what does not change. E
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from specplug.config import first_line
+from specplug.noise import Noise
 from specplug.schedule import Plan
 from specplug.stats import Stats
 
@@ -36,12 +37,14 @@ class Proposal(NamedTuple):
 class Request:
     """What a drafter may know of the call."""
 
-    do_sample: bool
+    do_sample: bool  # draw the drafts, and state what they were drawn from; else take no random numbers
     processors: LogitsProcessorList  # those of the caller that may be used on drafts, see warp.for_draft
     vocab_size: int  # V of the target; proposals stay below it
     min_confidence: float = 0.0  # stop before a token where the draft's highest probability is below this
     cache: Any = None  # the target's, where one sequence is decoded: it holds all of the text but the last token
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
+    noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
+    row: int = 0  # which of the noise's rows the session is for, if it is for one
 
 
 class Session(Protocol):
@@ -111,7 +114,7 @@ class RowByRow:
     """A session of its own for each sequence: right for drafters that cost no forward pass."""
 
     def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
-        self.sessions = [drafter.start(request) for _ in range(num_rows)]
+        self.sessions = [drafter.start(replace(request, row=b)) for b in range(num_rows)]
 
     @property
     def num_steps(self) -> int:
@@ -152,14 +155,17 @@ class Safely:
     """Asks for proposals and counts the time. A draft that raises is done without from then on: the text so far is right,
     and it goes on plainly."""
 
-    def __init__(self, stats: Stats) -> None:
-        self.stats, self.broken = stats, False
+    def __init__(self, stats: Stats, noise: Noise | None = None) -> None:
+        self.stats, self.noise, self.broken = stats, noise, False
 
-    def __call__(self, propose: Callable[[], P], nothing: P) -> P:
+    def __call__(self, propose: Callable[[], P], nothing: P, lengths: Sequence[int]) -> P:
+        """`lengths`: of all rows' texts, as the drafts see them."""
         if self.broken:
             return nothing
         started = time.perf_counter()
         try:
+            if self.noise is not None:
+                self.noise.begin(lengths)
             return propose()
         except Exception as error:
             self.broken = True

@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from specplug.drafters import Proposal, Request, RowProposals
 from specplug.drafters.model import ModelDrafter, ModelRowSession
 from specplug.drafters.translate import TAIL, Reading, Translation
+from specplug.verify import race
 
 METHODS = ("auto", "intersection", "string")
 # What shapes a distribution whatever its tokens are called; the others know the target's ids.
@@ -69,21 +70,29 @@ class CrossVocabDrafter(ModelDrafter):
 class CrossVocabSession(ModelRowSession):
     def __init__(self, drafter: CrossVocabDrafter, request: Request, num_rows: int) -> None:
         nameless = LogitsProcessorList([each for each in request.processors if type(each) in NAMELESS])
-        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size)
+        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size, noise=None)
         super().__init__(drafter, own, num_rows)
         self.translation, self.target_vocab_size = drafter.translation, request.vocab_size
-        self.by_string = drafter.method == "string" or (drafter.method == "auto" and not request.do_sample)
+        self.noise = request.noise  # of the target's tokens and texts
+        self.ahead: dict[
+            int, int
+        ] = {}  # of each row, how many tokens its text has more for the target than for the draft
+        draws = request.do_sample or request.noise is not None
+        self.by_string = drafter.method == "string" or (drafter.method == "auto" and not draws)
         self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
         self.held: list[list[int]] = [[] for _ in range(num_rows)]  # the draft's tokens that the cache was fed, per row
         drafted, target = drafter.translation.shared(request.vocab_size)
         self.shared_draft, self.shared_target = drafted.to(self.model.device), target.to(self.model.device)
         self.silent = torch.ones(drafter.vocab_size, dtype=torch.bool, device=self.model.device)
         self.silent[self.shared_draft] = False
+        self.to_draft = torch.zeros(request.vocab_size, dtype=torch.long, device=self.model.device)
+        self.to_draft[self.shared_target] = self.shared_draft
         self.to_target = torch.zeros(drafter.vocab_size, dtype=torch.long, device=self.model.device)
         self.to_target[self.shared_draft] = self.shared_target
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         read = {b: self.readings[b].read(texts[b][0].tolist()) for b in active}
+        self.ahead = {b: texts[b].shape[1] - len(read[b]) for b in active}
         for b in active:  # read again, a word may be cut otherwise than when it was drafted
             self.num_right[b] = min(self.num_right[b], _common_prefix(self.held[b], read[b]))
         own = [torch.tensor([read.get(b, [0])]) for b in range(len(texts))]
@@ -99,6 +108,19 @@ class CrossVocabSession(ModelRowSession):
     def _forward(self, new: Tensor, **inputs: Any) -> Tensor:
         logits = super()._forward(new, **inputs)
         return logits if self.by_string else logits.masked_fill(self.silent, float("-inf"))
+
+    def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
+        """With the noise of the target's own draws: the same race, over the tokens that both have."""
+        if self.noise is None or self.by_string:
+            return super()._draw(scores, probs, rows, lengths)
+        drawn_from = scores.softmax(-1)
+        if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
+            return None
+        named = drawn_from.new_zeros((len(rows), self.target_vocab_size))
+        named[:, self.shared_target] = drawn_from[:, self.shared_draft]
+        own_rows = [self.request.row] if len(self.readings) == 1 else rows
+        texts = [length + self.ahead[row] for row, length in zip(rows, lengths, strict=True)]
+        return self.to_draft[race(named, self.noise.of(own_rows, texts, named))]
 
     def _as_tokens(self, drafts: RowProposals, texts: list[Tensor]) -> RowProposals:
         """The same tokens and their distribution by the target's ids."""

@@ -1,7 +1,8 @@
 """A smaller model drafts. It keeps its own cache across rounds and never calls `generate`.
 
 The drafted token's `probs` are the draft's logits after the caller's processors, then softmax: exactly what the token was
-drawn from. When the call is greedy the draft is greedy too, and there is nothing to state.
+drawn from. When the call is greedy the draft is greedy too, and there is nothing to state. Where the target's draws are races
+whose noise is known, the draft runs the same races, and has nothing to state either.
 """
 
 import inspect
@@ -15,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specplug import warp
 from specplug.cache import NAME, align, crop, new_draft_cache, prepare_for_crop, select, why_not_croppable
 from specplug.drafters import Proposal, Request, RowProposals, RowSession, Session
-from specplug.verify import sample_draft
+from specplug.verify import race, sample_draft
 
 
 class ModelDrafter:
@@ -72,16 +73,20 @@ class Forward:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self.request.vocab_size]
 
-    def _draw(self, scores: Tensor, probs: list[Tensor]) -> Tensor | None:
+    def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
         """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
 
-        None if the draft is less confident than was asked for, in the mean of the rows.
+        `lengths`: of the rows' texts with what is drafted. None if the draft is less confident than was asked for, in the
+        mean of the rows.
         """
-        if not self.request.do_sample and not self.request.min_confidence:
+        noise = self.request.noise
+        if not self.request.do_sample and not self.request.min_confidence and noise is None:
             return scores.argmax(-1)
         drawn_from = warp.to_probs(scores)
         if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
             return None
+        if noise is not None:
+            return race(drawn_from, noise.of(rows, lengths, drawn_from))
         if not self.request.do_sample:
             return scores.argmax(-1)
         probs.append(drawn_from)
@@ -113,7 +118,8 @@ class ModelSession(Forward):
         for _ in range(gamma):
             logits = self._forward(new)
             self.num_cached += new.shape[1]
-            token = self._draw(warp.process_draft(self.request.processors, text, logits), probs)
+            scores = warp.process_draft(self.request.processors, text, logits)
+            token = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
             if token is None:
                 break
             tokens.append(token)
@@ -167,7 +173,8 @@ class ModelRowSession(Forward):
             inputs = {"position_ids": positions} if self.takes_positions else {}
             logits = self._forward(new, attention_mask=mask.long(), **inputs)
             prefixes = [drafted[b] for b in active]
-            drawn = self._draw(warp.process_rows(self.request.processors, prefixes, logits), probs)
+            scores = warp.process_rows(self.request.processors, prefixes, logits)
+            drawn = self._draw(scores, probs, active, [lengths[b] + len(tokens) for b in active])
             fed_drafts = len(tokens)
             if drawn is None:
                 break
