@@ -21,6 +21,7 @@ from specplug.config import (
     Adaptive,
     Auto,
     Block,
+    Compare,
     Confidence,
     Config,
     ConfigError,
@@ -45,7 +46,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -177,7 +178,11 @@ def check(config: Config) -> None:
             "must be 1 or more, or null for all",
         )
         need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
+        need(recipe.trace >= 0, "recipe.trace", recipe.trace, "must be 0 (none) or more prompts")
+    if isinstance(recipe, (Evaluate, Compare)):
         need(recipe.bootstrap >= 0, "recipe.bootstrap", recipe.bootstrap, "must be 0 or more")
+    if isinstance(recipe, Compare):
+        need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Theory):
         need(0 <= recipe.alpha <= 1, "recipe.alpha", recipe.alpha, "must be between 0 and 1")
         need(recipe.gamma >= 0, "recipe.gamma", recipe.gamma, "must be 0 or more")

@@ -25,6 +25,7 @@ from specplug.metrics.exact_match import exact_match
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
 from specplug.stats import Stats
+from specplug.trace import Trace, describe
 
 log = logging.getLogger(__name__)
 
@@ -228,9 +229,26 @@ class Sides:
             }
         record["speculative"]["stats"] = self.plugin.last.to_dict()
         record["speculative"]["engine"] = self.plugin.last.engine
+        record["speculative"]["speculative_decoding"] = self.plugin.last.speculative_decoding()
         self.total += self.plugin.last
         self.tokens, self.seconds = self.tokens + len(ours.ids), self.seconds + ours.seconds
         return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
+
+    def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
+        """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""
+        trace = self.plugin.trace = Trace()
+        self.plugin.attach(self.model)
+        try:
+            output = timed_generate(self.model, ids, seed, **self.arguments)
+        finally:
+            self.plugin.trace = None
+            self.plugin.detach()
+        trace.finish(output.ids)
+        assert self.plugin.last is not None
+        record = {"id": row.id, "category": row.category, "prompt": row.prompt, "engine": self.plugin.last.engine}
+        told = describe(trace, self.tokenizer)
+        same = self.tokenizer.decode(output.ids, skip_special_tokens=True) == text
+        return record | {"same_text": same, "stats": self.plugin.last.to_dict()} | told
 
     def progress(self) -> str:
         length = self.total.mean_acceptance_length

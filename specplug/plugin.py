@@ -31,6 +31,7 @@ from specplug.lookahead import Lookahead
 from specplug.models import check_pair
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
 from specplug.stats import Call, Stats
+from specplug.trace import Trace
 from specplug.verify import RULES
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class SpeculativeProcessor(LogitsProcessor):
     Attributes:
         stats: counts of all calls since the start or `reset_stats()`.
         last: counts of the last call, its `engine` and the `reason` for it; None before the first.
+        trace: None, or a `specplug.trace.Trace` in which the next call of one sequence records its rounds.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SpeculativeProcessor(LogitsProcessor):
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
+        self.trace: Trace | None = None
         self._draft = draft
         self._drafter: Drafter | None = draft if hasattr(draft, "start") else None
         self._target: weakref.ref[PreTrainedModel] | None = None
@@ -155,6 +158,10 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> Any:
         """Stand in for the loop `plain`, which is transformers' `_sample` with the model bound."""
         call = Call(num_calls=1)
+        if self.trace is not None and len(input_ids) > 1:
+            raise ValueError(
+                f"this plugin's trace records one sequence, and the call has {len(input_ids)}; trace = None"
+            )
         try:
             settings = self._settings(hook.call_settings())
             processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
@@ -169,7 +176,7 @@ class SpeculativeProcessor(LogitsProcessor):
                 with model._optimize_model_for_decode():
                     if len(input_ids) > 1:
                         return decode_batch(model, *inputs, **common)
-                    return decode(model, *inputs, streamer, **common)
+                    return decode(model, *inputs, streamer, trace=self.trace, **common)
             loop = functools.partial(
                 plain,
                 input_ids,
@@ -184,7 +191,7 @@ class SpeculativeProcessor(LogitsProcessor):
                 return loop()
             lookahead = Lookahead(
                 get_cache(model_kwargs), input_ids, model_kwargs.get("attention_mask"), _vocab_size(model),
-                generation_config, processors, **common,
+                generation_config, processors, trace=self.trace, **common,
             )  # fmt: skip
             try:
                 with hook.intercepted(model, lookahead.cache, lookahead):

@@ -14,8 +14,8 @@ from typing import Any
 
 from specplug.config import Config, ConfigError, to_dict
 
-PACKAGES = ("specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets")
-MAY_DIFFER = {"resume", "recipe.limit"}  # a finished run may be taken further
+PACKAGES = ("specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets", "matplotlib")
+MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace"}  # a finished run may be taken further
 
 
 class Run:
