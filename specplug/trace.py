@@ -8,6 +8,7 @@
 One sequence at a time. Recording reads from the device in every round, so a call that is traced is not one to time.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -144,8 +145,9 @@ class Trace:
         return [asdict(each) for each in self.rounds]
 
 
-def _probability(scores: Tensor, token: int) -> float:
-    return float(torch.softmax(scores[0].float(), dim=-1)[token])
+def _probability(scores: Tensor, token: int) -> float | None:
+    found = float(torch.softmax(scores[0].float(), dim=-1)[token])
+    return found if math.isfinite(found) else None
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
