@@ -21,7 +21,8 @@ def of_run(
     summary: dict[str, Any], config: dict[str, Any], drawn: list[plots.Plot], traces: list[dict[str, Any]]
 ) -> str:
     """The page of one evaluation."""
-    notes = "".join(f"<p>{in_html(line[0].upper() + line[1:])}.</p>" for line in report.headline(summary)[1:])
+    told = [line for line in report.headline(summary)[1:] if not line.startswith("output: ")]  # the tiles say that
+    notes = "".join(f"<p>{in_html(line[0].upper() + line[1:])}.</p>" for line in told)
     mismatches = ""
     if summary["mismatches"]:
         mismatches = (
@@ -48,6 +49,19 @@ def of_run(
     return fill(title, lead, "\n".join(sections), traces)
 
 
+def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: plots.Plot | None) -> str:
+    """The page of several runs. `tables` by title, each with its header first."""
+    sections = [f'<section role="note" class="bad"><p>{in_html(warning)}.</p></section>'] if warning else []
+    for number, (title, rows) in enumerate(tables.items()):
+        if len(rows) > 1:
+            name = "runs" if number == 0 else f"table-{number}"
+            sections.append(section(name, title, table(rows, title, last_is_total=False)))
+        if number == 0 and drawn is not None:
+            sections.append(section("plots", "Plot", gallery([drawn])))
+    lead = "Each run beside plain generate of its own, measured in the same process."
+    return fill(f"{len(tables['Runs']) - 1} runs side by side", lead, "\n".join(sections), [])
+
+
 def tiles(summary: dict[str, Any]) -> str:
     """The three figures that are looked at first: speed, exactness, score."""
     interval = summary["speedup_interval"]
@@ -56,7 +70,7 @@ def tiles(summary: dict[str, Any]) -> str:
     exact, detail = "not compared", "sampled: the same distribution, not the same tokens"
     if counts["not_compared"] != summary["num_samples"]:
         exact = f"{counts['identical']} of {summary['num_samples']}"
-        detail = f"identical to plain decoding; {counts['tie']} by a tie, {counts['mismatch']} not"
+        detail = f"identical to plain decoding; ties: {counts['tie']}, mismatches: {counts['mismatch']}"
     score, of_whom = "not scored", "the data set has no references to compare with"
     if scores["baseline"] is not None:
         score = f"{scores['baseline']:.3f} / {scores['speculative']:.3f}"

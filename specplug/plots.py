@@ -26,7 +26,7 @@ COLOURS = {
 }
 INK, SOFT, LINE, CARD, PLAIN, ASSISTED, OURS, OTHER = (light for light, _ in COLOURS.values())
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-WIDTH = 4.6  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
+WIDTH = 4.0  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
 MOST_ROWS = 40
 SIDES = {"plain": (PLAIN, "-"), "assisted": (ASSISTED, "--"), "speculative": (OURS, "-.")}
 LABELS = {"plain": "plain", "assisted": "assisted", "speculative": "ours"}
@@ -189,8 +189,8 @@ def predicted(summary: dict[str, Any]) -> Plot | None:
         axes.figure.legend(loc="outside upper left")
 
     caption = (
-        "From the acceptance and the costs that were measured. What is missing to the prediction with the wider pass is time"
-        " outside the models, and the prompt's pass." + _cut(summary)
+        "From the acceptance and the costs that were measured. The distance to the prediction with the wider pass is the prompt's"
+        " pass, drafts behind the end of a text, and time outside the models." + _cut(summary)
     )
     return draw("predicted", "Measured beside predicted", caption, _height(len(shown)) + 0.55, paint)
 
@@ -298,6 +298,7 @@ def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
             average = sum(gamma * rounds for gamma, rounds in made.items()) / sum(made.values())
             axes.plot([k], [average], "o", color=OURS, markersize=4.5, label="mean" if k == 1 else None)
         _whole_numbers(axes.xaxis)
+        _whole_numbers(axes.yaxis)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("prompt, in the order of the run")
         axes.set_ylabel("drafts a round")

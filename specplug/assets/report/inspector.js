@@ -120,5 +120,6 @@ if (traces.length) {
   });
   byId("sample").addEventListener("change", (event) => showSample(Number(event.target.value)));
   byId("tokens").addEventListener("keydown", move);
+  addEventListener("beforeprint", () => { document.querySelector("#inspector details").open = true; });
   showSample(0);
 }
