@@ -96,7 +96,7 @@ def differences(runs: Runs) -> dict[str, list[Any]]:
 def rows(runs: Runs) -> list[list[str]]:
     """A line a run; the header first."""
     table = [
-        ["run", "n", "plain tok/s", "ours tok/s", "speed-up", "95 % interval", "decoding alone", "vs assisted", "alpha",
+        ["run", "n", "plain tok/s", "ours tok/s", "speed-up", "decoding alone", "vs assisted", "alpha",
          "tokens / pass", "drafts / round", "identical", "score plain / ours"]
     ]  # fmt: skip
     for label, run in runs.items():
@@ -109,8 +109,8 @@ def rows(runs: Runs) -> list[list[str]]:
                 label,
                 str(s["num_samples"]),
                 *speeds,
-                number(s["speedup"], 2, "x"),
-                "-" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}",
+                number(s["speedup"], 2, "x")
+                + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"),
                 number(s["speedup_decode"], 2, "x"),
                 number(s["speedup_vs_assisted"], 2, "x"),
                 number(s["alpha"], 3),
@@ -134,7 +134,10 @@ def category_rows(runs: Runs) -> list[list[str]]:
 
 
 def difference_rows(runs: Runs) -> list[list[str]]:
-    return [["setting", *runs], *([key, *("null" if v is None else str(v) for v in values)] for key, values in differences(runs).items())]
+    return [
+        ["setting", *runs],
+        *([key, *("null" if v is None else str(v) for v in values)] for key, values in differences(runs).items()),
+    ]
 
 
 def warning(reasons: list[str]) -> str:

@@ -51,7 +51,11 @@ def of_run(
 
 def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: plots.Plot | None) -> str:
     """The page of several runs. `tables` by title, each with its header first."""
-    sections = [f'<section role="note" class="bad"><p>{in_html(warning)}.</p></section>'] if warning else []
+    sections = (
+        [f'<section role="note" class="bad"><p>{in_html(warning[0].upper() + warning[1:])}.</p></section>']
+        if warning
+        else []
+    )
     for number, (title, rows) in enumerate(tables.items()):
         if len(rows) > 1:
             name = "runs" if number == 0 else f"table-{number}"

@@ -105,7 +105,7 @@ def _body(plot: Plot) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{plot.name}-", svg)
-    svg = re.sub(r"(font: [\d.]+px )'DejaVu Sans'[^;\"]*", rf"\g<1>{FONT}", svg)
+    svg = svg.replace("'DejaVu Sans'", FONT)
     name = (
         f'<title id="{plot.name}-title">{in_html(plot.title)}</title>'
         f'<desc id="{plot.name}-desc">{in_html(plot.caption)}</desc>'
@@ -152,7 +152,7 @@ def speedup(summary: dict[str, Any], rows: list[Row] | None = None) -> Plot | No
         axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         _rows(axes, [name for name, _ in shown])
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))
-        axes.set_xlabel("tokens per second, times those of plain generate")
+        axes.set_xlabel("tokens per second, times those of plain generate", loc="right")
 
     caption = (
         "All tokens over all seconds. Lines: 95 % bootstrap intervals over prompts. Dotted: as fast as plain generate."
@@ -185,7 +185,7 @@ def predicted(summary: dict[str, Any]) -> Plot | None:
             )  # fmt: skip
         _rows(axes, [name for name, _ in shown])
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))
-        axes.set_xlabel("speed-up over plain generate")
+        axes.set_xlabel("speed-up over plain generate", loc="right")
         axes.figure.legend(loc="outside upper left")
 
     caption = (
@@ -253,7 +253,7 @@ def time(summary: dict[str, Any]) -> Plot | None:
             axes.text(left[k] + 0.015 * longest, k, f"{100 * share:.0f} % other", va="center", fontsize=8.5, color=SOFT)
         _rows(axes, [name for name, _ in shown])
         axes.set_xlim(0, 1.24 * longest)
-        axes.set_xlabel("milliseconds a round")
+        axes.set_xlabel("milliseconds a round", loc="right")
         axes.figure.legend(loc="outside upper left", ncols=3, columnspacing=1.2, handlelength=1.2)
 
     caption = "Means over all rounds after the prompt's pass, from left to right as in the legend." + _cut(summary)
@@ -294,16 +294,18 @@ def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
             made = {int(gamma): rounds for gamma, rounds in counts.items()}
             if not made:
                 continue
-            axes.plot([k, k], [min(made), max(made)], color=LINE, linewidth=3, solid_capstyle="butt", zorder=1)
+            axes.plot([k, k], [min(made), max(made)], color=SOFT, linewidth=1.2, solid_capstyle="butt", zorder=1)
             average = sum(gamma * rounds for gamma, rounds in made.items()) / sum(made.values())
             axes.plot([k], [average], "o", color=OURS, markersize=4.5, label="mean" if k == 1 else None)
         _whole_numbers(axes.xaxis)
         _whole_numbers(axes.yaxis)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlim(0.4, len(drafted) + 0.6)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("prompt, in the order of the run")
         axes.set_ylabel("drafts a round")
 
-    caption = "Points: means over a prompt's rounds. Bars: from the fewest to the most in a round."
+    caption = "Points: means over a prompt's rounds. Lines: from the fewest to the most in a round."
     return draw("gamma", "Drafts a round, prompt by prompt", caption, 2.7, paint)
 
 
@@ -330,6 +332,7 @@ def gamma_by_round(traces: list[dict[str, Any]]) -> Plot | None:
             axes.axvline(each + 0.5, color=SOFT, linewidth=0.8, linestyle=(0, (2, 2)))
         _whole_numbers(axes.xaxis)
         _whole_numbers(axes.yaxis)
+        axes.set_xlim(0.4, len(made) + 0.6)
         axes.set_ylim(bottom=min(-0.5, -0.04 * max(count for count, _ in made)))
         axes.set_xlabel("round of the traced prompts, one after the other")
         axes.set_ylabel("drafts in the round")

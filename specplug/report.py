@@ -115,8 +115,8 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
 
 
 def seconds_per_round(stats: Stats) -> dict[str, float] | None:
-    """Forward passes of the two models and what is left, in the mean; None without rounds."""
-    if not stats.num_rounds:
+    """Forward passes of the two models and what is left, in the mean; None where no time was taken."""
+    if not stats.num_rounds or not stats.seconds_rounds:
         return None
     parts = {"target": stats.seconds_target, "draft": stats.seconds_draft_forward, "other": stats.seconds_other}
     return {name: seconds / stats.num_rounds for name, seconds in parts.items()}
