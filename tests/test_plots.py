@@ -59,7 +59,7 @@ def test_text_is_text_and_hostile_names_are_labels(drawn, form):
 def test_colours_follow_the_page_or_the_reader(drawn):
     for plot in drawn.values():
         inline, alone = plots.inline(plot), plots.standalone(plot)
-        assert "var(--ours)" in inline and not any(light in inline for light, _ in plots.COLOURS.values())
+        assert "var(--soft)" in inline and not any(light in inline for light, _ in plots.COLOURS.values())
         assert "prefers-color-scheme: dark" in alone and "var(" not in alone
         used = {light for light, _ in plots.COLOURS.values() if f": {light}" in alone.split("</style>")[1]}
         assert len(used) >= 3
