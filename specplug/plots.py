@@ -27,6 +27,7 @@ COLOURS = {
 INK, SOFT, LINE, CARD, PLAIN, ASSISTED, OURS, OTHER = (light for light, _ in COLOURS.values())
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 WIDTH = 4.0  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
+MARGIN = 9  # points around a plot that stands alone
 MOST_ROWS = 40
 SIDES = {"plain": (PLAIN, "-"), "assisted": (ASSISTED, "--"), "speculative": (OURS, "-.")}
 LABELS = {"plain": "plain", "assisted": "assisted", "speculative": "ours"}
@@ -95,9 +96,14 @@ def standalone(plot: Plot) -> str:
         for light, dark in COLOURS.values()
         for kind in ("fill", "stroke")
     )
-    card = f'<rect width="100%" height="100%" rx="6" style="fill: {CARD}"/>'
+    svg = _body(plot)
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
+    wider, higher = width + 2 * MARGIN, height + 2 * MARGIN
+    frame = f'viewBox="{-MARGIN} {-MARGIN} {wider} {higher}" width="{wider}pt" height="{higher}pt"'
+    svg = re.sub(r' (?:viewBox|width|height)="[^"]*"', "", svg[: svg.index(">")]) + f" {frame}" + svg[svg.index(">") :]
+    card = f'<rect x="{-MARGIN}" y="{-MARGIN}" width="{wider}" height="{higher}" rx="6" style="fill: {CARD}"/>'
     style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{card}"
-    return _body(plot).replace("</desc>", f"</desc>{style}", 1) + "\n"
+    return svg.replace("</desc>", f"</desc>{style}", 1) + "\n"
 
 
 def _body(plot: Plot) -> str:
@@ -236,8 +242,8 @@ def time(summary: dict[str, Any]) -> Plot | None:
     if not shown:
         return None
     parts = (
-        ("target", "target's forward pass", PLAIN),
-        ("draft", "draft's forward passes", ASSISTED),
+        ("target", "target's forward", PLAIN),
+        ("draft", "draft's forward", ASSISTED),
         ("other", "other", OTHER),
     )
 
@@ -256,7 +262,10 @@ def time(summary: dict[str, Any]) -> Plot | None:
         axes.set_xlabel("milliseconds a round", loc="right")
         axes.figure.legend(loc="outside upper left", ncols=3, columnspacing=1.2, handlelength=1.2)
 
-    caption = "Means over all rounds after the prompt's pass, from left to right as in the legend." + _cut(summary)
+    caption = (
+        "Forward passes of the two models and the rest, means over all rounds after the prompt's pass, in the order of the legend."
+        + _cut(summary)
+    )
     return draw("time", "Where a round's time goes", caption, _height(len(shown)) + 0.3, paint)
 
 

@@ -16,7 +16,7 @@ PLOTS = {
     "predicted": ["speed-up over plain generate", "measured", "predicted by the formula alone"],
     "acceptance": ["position of the draft in its round", "share that was kept"],
     "tokens": ["tokens from one target pass", "rounds"],
-    "time": ["milliseconds a round", "target's forward pass", "draft's forward passes", "other"],
+    "time": ["milliseconds a round", "target's forward", "draft's forward", "other"],
     "latency": ["seconds for a whole call, prompt included", "% of prompts done by then", "plain", "assisted", "ours"],
     "gamma": ["prompt, in the order of the run", "drafts a round"],
     "gamma_by_round": [
