@@ -4,28 +4,29 @@ specplug                                                       the embedded pair
 specplug pair=lookup target=custom target.name_or_path=MODEL.gguf dataset=spec_bench dataset.path=question.jsonl
 
 Per prompt, in turn: plain `generate`, transformers' own assisted generation with the same pair, and ours. Writes
-samples.jsonl, summary.json and report.md into the run folder and prints the summary as the last line of stdout. Exit
+samples.jsonl, trace.jsonl, summary.json, report.md and report.html into the run folder and prints the summary as the last line of stdout. Exit
 code 1 if an output differs from plain decoding by more than rounding explains; 130 after Ctrl-C, with what is done kept.
 """
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
+from rich.text import Text
 
 from specplug import measure
 from specplug.config import Config, ConfigError, Drafter, Evaluate
-from specplug.console import Bar, console
+from specplug.console import Bar, console, table_of
 from specplug.data import Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
+from specplug.escape import one_line
 from specplug.kernel import swapped
 from specplug.pipelines import pipeline_from
-from specplug.report import headline, rows, write_reports
-from specplug.runs import Run, describe_environment, write_json
+from specplug.report import headline, rows, so_far, write_reports
+from specplug.runs import Run, append_line, describe_environment, drop_partial_line, read_samples, write_json
 from specplug.schedule import AdaptiveSchedule
 
 
@@ -63,7 +64,7 @@ def run(config: Config, folder: Path) -> int:
         for number, (row, ids) in enumerate(zip(samples, prompts, strict=True)):
             if row.id not in results.done:
                 results.append(sides.sample(row, ids, config.seed + number))
-                bar.advance(number + 1, sides.progress())
+                bar.advance(number + 1, *so_far(list(results.done.values())))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -74,6 +75,11 @@ def run(config: Config, folder: Path) -> int:
     if not results.done:
         console.print("interrupted before the first sample was done; nothing to report")
         return 130
+    try:
+        if not interrupted:
+            write_traces(sides, samples, prompts, results, config)
+    except KeyboardInterrupt:
+        interrupted = True
     summary = write_reports(folder)
     show(summary)
     if interrupted:
@@ -81,9 +87,41 @@ def run(config: Config, folder: Path) -> int:
         return 130
     print(json.dumps(summary, ensure_ascii=False))
     if summary["mismatches"]:
-        console.print(f"output differs from plain decoding in: {', '.join(summary['mismatches'])}", style="bold red")
+        differing = one_line(", ".join(summary["mismatches"]))
+        console.print(Text(f"output differs from plain decoding in: {differing}", style="bold red"))
         return 1
     return 0
+
+
+def write_traces(
+    sides: measure.Sides, samples: list[Row], prompts: list[torch.Tensor], results: Run, config: Config
+) -> None:
+    """trace.jsonl for the first prompts of each category in turn. Last of all, since what it does must not be timed."""
+    assert isinstance(config.recipe, Evaluate)
+    file = results.folder / "trace.jsonl"
+    drop_partial_line(file)
+    traced = {trace["id"] for trace in read_samples(file)}
+    chosen = one_of_each([row.category for row in samples])[: config.recipe.trace]
+    missing = [number for number in chosen if samples[number].id not in traced]
+    bar = Bar("trace").start(len(missing))
+    try:
+        for done, number in enumerate(missing, start=1):
+            row = samples[number]
+            text = results.done[row.id]["speculative"]["text"]
+            append_line(file, sides.trace(row, prompts[number], config.seed + number, text))
+            bar.advance(done)
+    finally:
+        bar.stop()
+
+
+def one_of_each(categories: list[str]) -> list[int]:
+    """Indices in such an order that the first of every category come first, then the second of every one, and so on."""
+    before: Counter[str] = Counter()
+    place = []
+    for category in categories:
+        place.append(before[category])
+        before[category] += 1
+    return sorted(range(len(categories)), key=place.__getitem__)
 
 
 def bytes_beside(drafter: Any, target: Any) -> int:
@@ -108,11 +146,7 @@ def encode(tokenizer: Any, row: Row, config: Config, model: Any) -> torch.Tensor
 
 
 def show(summary: dict[str, Any]) -> None:
-    header, *body = rows(summary)
-    table = Table(*header, box=box.SIMPLE, pad_edge=False)
-    for row in body:
-        table.add_row(*row, style="bold" if row[0] == "all" else None)
-    console.print(table)
+    console.print(table_of([[one_line(cell, 40) for cell in row] for row in rows(summary)]))
     for line in headline(summary):
         console.print(line)
-    console.print(f"report: {summary['folder']}/report.md")
+    console.print(Text(f"report: {summary['folder']}/report.html and report.md"))

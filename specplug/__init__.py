@@ -22,7 +22,7 @@ _HOME = {
     "ConfigError": "specplug.config",
     "Stats": "specplug.stats",
 }
-_MODULES = ("theory", "verify")
+_MODULES = ("theory", "trace", "verify")
 __all__ = [
     "Config",
     "ConfigError",
@@ -35,11 +35,12 @@ __all__ = [
     "load",
     "pipeline",
     "theory",
+    "trace",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from specplug import theory, verify
+    from specplug import theory, trace, verify
     from specplug.compose import load
     from specplug.config import Config, ConfigError
     from specplug.pipelines import pipeline

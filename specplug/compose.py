@@ -22,6 +22,7 @@ from specplug.config import (
     Auto,
     Block,
     Calibrate,
+    Compare,
     Confidence,
     Config,
     ConfigError,
@@ -48,7 +49,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Calibrate, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Calibrate, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -205,6 +206,8 @@ def check(config: Config) -> None:
             "must be 1 or more, or null for all",
         )
         need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
+        need(recipe.trace >= 0, "recipe.trace", recipe.trace, "must be 0 (none) or more prompts")
+    if isinstance(recipe, (Evaluate, Compare)):
         need(recipe.bootstrap >= 0, "recipe.bootstrap", recipe.bootstrap, "must be 0 or more")
     if isinstance(recipe, Calibrate):
         need(
@@ -215,6 +218,8 @@ def check(config: Config) -> None:
         )
         for name in ("gamma", "max_gamma", "repeats"):
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+    if isinstance(recipe, Compare):
+        need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Theory):
         need(0 <= recipe.alpha <= 1, "recipe.alpha", recipe.alpha, "must be between 0 and 1")
         need(recipe.gamma >= 0, "recipe.gamma", recipe.gamma, "must be 0 or more")

@@ -246,6 +246,15 @@ class Evaluate(Recipe):
     compare_assisted: bool = True
     warmup: int = 1
     bootstrap: int = 2000
+    trace: int = 3  # prompts of which every draft's fate is written down, in calls of their own behind the timed ones
+
+
+@dataclass
+class Compare(Recipe):
+    """Run folders of evaluations, side by side."""
+
+    runs: list[str] = field(default_factory=list)
+    bootstrap: int = 2000
 
 
 @dataclass

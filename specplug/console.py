@@ -4,9 +4,13 @@ import logging
 import sys
 import time
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 # Where there is no terminal to ask for its width, lines may be long: a log is searched, not looked at.
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
@@ -20,12 +24,25 @@ class Handler(RichHandler):
         super().__init__(level, console=console, show_path=False, show_time=False, rich_tracebacks=False)
 
 
+def table_of(rows: list[list[str]]) -> Table:
+    """Header first; the first column to the left, numbers to the right. Cells are text, whatever brackets they have."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for k, name in enumerate(rows[0]):
+        table.add_column(Text(name), justify="right" if k else "left")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row), style="bold" if row[0] == "all" else None)
+    return table
+
+
 class Bar:
-    """A bar with a free text beside it in a terminal, a plain line now and then elsewhere. Not reusable."""
+    """A bar in a terminal, with a free text beside it and a table above it; a plain line now and then elsewhere. Not
+    reusable."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.rich: Progress | None = None
+        self.live: Live | None = None
+        self.table: list[list[str]] = []
         self.total, self.first, self.started, self.printed = 0, 0, 0.0, 0.0
 
     def start(self, total: int, done: int = 0) -> "Bar":
@@ -42,11 +59,18 @@ class Bar:
                 TextColumn("{task.fields[text]}"),
                 console=console,
             )
-            self.rich.start()
+            self.live = Live(get_renderable=self.renderable, console=console)
+            self.live.start()
             self.task = self.rich.add_task(self.title, total=total, completed=done, text="")
         return self
 
-    def advance(self, done: int, text: str = "") -> None:
+    def renderable(self) -> RenderableType:
+        assert self.rich is not None
+        return Group(table_of(self.table), self.rich) if self.table else self.rich
+
+    def advance(self, done: int, text: str = "", table: list[list[str]] | None = None) -> None:
+        """`table`: header first, shown in a terminal alone and for as long as the bar runs."""
+        self.table = table or []
         if self.rich is not None:
             self.rich.update(self.task, completed=done, text=text)
             return
@@ -57,5 +81,6 @@ class Bar:
             print(f"{self.title} {done}/{self.total}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        if self.rich is not None:
-            self.rich.stop()
+        self.table = []
+        if self.live is not None:
+            self.live.stop()

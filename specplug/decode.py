@@ -23,6 +23,7 @@ from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
+from specplug.trace import Trace
 from specplug.verify import sample
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
@@ -89,6 +90,7 @@ def decode(
     rule: str = "block",
     keyed: Keyed | None = None,
     synchronize: bool = False,
+    trace: Trace | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
@@ -160,6 +162,8 @@ def decode(
                     all_scores += (scores,)
                 if all_logits is not None:
                     all_logits += (logits[:, num_tokens].clone(),)
+                if trace is not None:
+                    trace.emit(token, origin, scores)
                 num_tokens += 1
                 num_accepted += origin == "accepted"
                 rejected = rejected or origin == "recovered"
@@ -168,6 +172,8 @@ def decode(
                     streamer.put(text.ids[:, -1].cpu())
                 if stop:
                     break
+            if trace is not None:
+                trace.end(logits, logits_processor)
             num_drafts = proposal.tokens.shape[1]
             if first:
                 stats.num_new_tokens += 1
@@ -191,6 +197,8 @@ def decode(
             if gamma > 0:
                 proposal = safely(lambda: session.propose(visible, gamma), nothing, [visible.shape[1]])  # noqa: B023
             proposal = proposal.first(plan.trim(proposal.tokens.shape[1], proposal.bucket))
+            if trace is not None:
+                trace.begin(gamma, room, plan, text.ids, *proposal[:2])
             width = proposal.tokens.shape[1] + 1
             inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)
             forward = now()

@@ -22,6 +22,7 @@ from specplug.drafters import Drafter, Request, Safely, start_rows
 from specplug.noise import Noise, StreamAhead
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
+from specplug.trace import Trace
 
 # Inputs of one step that are known to grow with the number of positions, or not to depend on it.
 EXTENDED = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "cache_position", "logits_to_keep"}
@@ -46,8 +47,11 @@ class Lookahead:
         schedule: Schedule,
         stats: Stats,
         noise: Noise | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.cache, self.ids, self.stats = cache, input_ids, stats
+        self.trace, self.asked = trace, 0
+        self.prefix_length = input_ids.shape[1]  # of the text when the last pass began
         num_rows = input_ids.shape[0]
         if noise is None and generation_config.do_sample:
             noise = StreamAhead(num_rows, vocab_size, input_ids.device)
@@ -58,6 +62,9 @@ class Lookahead:
         self.buckets: list[int] = [0] * num_rows
         self.sessions = start_rows(drafter, request, num_rows)
         self.hidden = left_padding(input_ids, attention_mask)
+        self.processors = logits_processor
+        if trace is not None and warp.all_stateless(logits_processor):
+            self.processors = warp.for_row(logits_processor, self.hidden[0])
         self.max_length = generation_config.max_length
         self.eos = generation_config._eos_token_tensor
         self.pad = generation_config._pad_token_tensor
@@ -77,6 +84,8 @@ class Lookahead:
         """The prompt is in the cache: from here on, one-token steps are answered."""
         caches.prepare_for_crop(self.cache)
         self.began = True
+        if self.trace is not None:
+            self.trace.looked_ahead(0, False, None, torch.empty(0), self.processors)
         self.stats.num_prefill_tokens += len(self.ids)
         self.stats.num_new_tokens += len(self.ids)
 
@@ -111,6 +120,9 @@ class Lookahead:
             self.kept_of_finished = {}
             drafts = self._propose().to(token.device)  # (B, G)
             before = time.perf_counter()
+            if self.trace is not None:
+                self.prefix_length = self.ids.shape[1]
+                self.trace.begin(self.asked, None, self.plan, self.ids, drafts.to(self.ids.device), None)
             outputs = forward(*args, **_extended(kwargs, drafts))
             self.stats.seconds_target += time.perf_counter() - before
             self.drafts, self.num_kept = drafts, 0
@@ -139,7 +151,7 @@ class Lookahead:
         room = None if self.max_length is None else self.max_length - self.ids.shape[1] - 1
         gamma = self.plan.next_gamma() if room is None else min(self.plan.next_gamma(), room)
         nothing = self.ids.new_empty((len(self.ids), 0))
-        active = self.active
+        active, self.asked = self.active, max(gamma, 0)
         if gamma <= 0 or not active:
             return nothing
         texts = [self.ids[b : b + 1, self.hidden[b] :] for b in range(len(self.ids))]
@@ -171,6 +183,10 @@ class Lookahead:
             self.plan.observe(made, self.num_kept + 1, now - self.pass_began)
         self.pass_began = now
         caches.crop(self.cache, num_drafts - self.num_kept)
+        if self.trace is not None:
+            new = self.ids[0, self.prefix_length + self.num_kept :].tolist()  # empty if the loop has ended
+            following = new[0] if new else None
+            self.trace.looked_ahead(self.num_kept, mismatch, following, self.logits, self.processors)
         self.logits, self.drafts, self.num_kept = None, self.drafts[:, :0], 0
 
     def _note_finished(self, tokens: Tensor) -> None:

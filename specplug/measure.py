@@ -26,7 +26,7 @@ from specplug.kernel import swapped
 from specplug.metrics.exact_match import exact_match
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
-from specplug.stats import Stats
+from specplug.trace import Trace, describe
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,6 @@ class Sides:
         penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
         processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
         self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors
-        self.total, self.tokens, self.seconds = Stats(), 0, 0.0
 
     def take_turns(self, ids: Tensor, seed: int) -> dict[str, Timed | None]:
         self.plugin.detach()
@@ -254,10 +253,22 @@ class Sides:
             }
         record["speculative"]["stats"] = self.plugin.last.to_dict()
         record["speculative"]["engine"] = self.plugin.last.engine
-        self.total += self.plugin.last
-        self.tokens, self.seconds = self.tokens + len(ours.ids), self.seconds + ours.seconds
+        record["speculative"]["speculative_decoding"] = self.plugin.last.speculative_decoding()
         return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
 
-    def progress(self) -> str:
-        length = self.total.mean_acceptance_length
-        return f"{self.tokens / self.seconds:.0f} tok/s, {length or 1:.2f} tokens per target pass"
+    def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
+        """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""
+        self.plugin.detach()
+        trace = self.plugin.trace = Trace()
+        self.plugin.attach(self.model)
+        try:
+            output = timed_generate(self.model, ids, seed, **self.arguments)
+        finally:
+            self.plugin.trace = None
+            self.plugin.detach()
+        trace.finish(output.ids)
+        assert self.plugin.last is not None
+        record = {"id": row.id, "category": row.category, "prompt": row.prompt, "engine": self.plugin.last.engine}
+        told = describe(trace, self.tokenizer)
+        same = self.tokenizer.decode(output.ids, skip_special_tokens=True) == text
+        return record | {"same_text": same, "stats": self.plugin.last.to_dict()} | told

@@ -34,6 +34,7 @@ from specplug.models import check_pair
 from specplug.noise import Chooser, Keyed, Seed
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
 from specplug.stats import Call, Stats
+from specplug.trace import Trace
 from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class SpeculativeProcessor(LogitsProcessor):
     Attributes:
         stats: counts of all calls since the start or `reset_stats()`.
         last: counts of the last call, its `engine` and the `reason` for it; None before the first.
+        trace: None, or a `specplug.trace.Trace` in which the next call of one sequence records its rounds.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class SpeculativeProcessor(LogitsProcessor):
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
+        self.trace: Trace | None = None
         self._draft = draft
         self._drafter: Drafter | None = draft if hasattr(draft, "start") else None
         self._target: weakref.ref[PreTrainedModel] | None = None
@@ -162,6 +165,10 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> Any:
         """Stand in for the loop `plain`, which is transformers' `_sample` with the model bound."""
         call = Call(num_calls=1)
+        if self.trace is not None and len(input_ids) > 1:
+            raise ValueError(
+                f"this plugin's trace records one sequence, and the call has {len(input_ids)}; trace = None"
+            )
         processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
         inputs = (input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs)
         try:
@@ -207,7 +214,7 @@ class SpeculativeProcessor(LogitsProcessor):
             with linear(), model._optimize_model_for_decode():
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
-                return decode(model, *inputs, streamer, **common)
+                return decode(model, *inputs, streamer, trace=self.trace, **common)
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:
@@ -224,7 +231,15 @@ class SpeculativeProcessor(LogitsProcessor):
         if call.engine == "plain":
             return loop()
         lookahead = Lookahead(
-            get_cache(model_kwargs), input_ids, mask, _vocab_size(model), config, processors, noise=keyed, **common
+            get_cache(model_kwargs),
+            input_ids,
+            mask,
+            _vocab_size(model),
+            config,
+            processors,
+            noise=keyed,
+            trace=self.trace,
+            **common,
         )
         try:
             with linear(), hook.intercepted(model, lookahead.cache, lookahead):

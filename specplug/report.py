@@ -1,15 +1,17 @@
-"""summary.json and report.md, always rebuilt from the files of a run folder."""
+"""summary.json, report.md, report.html and the plots, always rebuilt from the files of a run folder."""
 
 import json
 import random
+import shlex
 from collections import Counter
 from functools import reduce
 from operator import add
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from specplug import theory
+from specplug.escape import code_block, in_markdown
 from specplug.runs import read_samples, write_json
 from specplug.stats import Stats
 
@@ -19,19 +21,41 @@ Sample = dict[str, Any]
 
 
 def write_reports(folder: Path) -> dict[str, Any]:
-    """Read config.json, environment.json, costs.json and samples.jsonl; write summary.json and report.md."""
-    config = json.loads((folder / "config.json").read_text())
-    summary = summarize(
-        read_samples(folder / "samples.jsonl"),
-        costs=json.loads((folder / "costs.json").read_text()),
-        bootstrap=config["recipe"]["bootstrap"],
-        seed=config["seed"],
-    )
-    summary["environment"] = json.loads((folder / "environment.json").read_text())
-    summary["folder"] = str(folder)
+    """Read the files of a run; write summary.json, plots/, report.md and report.html."""
+    from specplug import page, plots  # matplotlib takes a second to come
+
+    run = read_run(folder)
+    summary = run.summary
     write_json(folder / "summary.json", summary)
-    (folder / "report.md").write_text(markdown(summary, config), encoding="utf-8")
+    drawn = plots.of_run(summary, run.samples, run.traces)
+    (folder / "plots").mkdir(exist_ok=True)
+    for plot in drawn:
+        (folder / "plots" / f"{plot.name}.svg").write_text(plots.standalone(plot), encoding="utf-8")
+    images = [f"![{plot.title}](plots/{plot.name}.svg)" for plot in drawn]
+    (folder / "report.md").write_text(markdown(summary, run.config, images), encoding="utf-8")
+    (folder / "report.html").write_text(page.of_run(summary, run.config, drawn, run.traces), encoding="utf-8")
     return summary
+
+
+class RunFiles(NamedTuple):
+    """What an evaluation left in its folder, and the summary of it."""
+
+    config: dict[str, Any]
+    samples: list[Sample]
+    traces: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read_run(folder: Path, bootstrap: int | None = None) -> RunFiles:
+    """Read config.json, environment.json, costs.json, samples.jsonl and trace.jsonl. Raises OSError, ValueError, KeyError."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    samples = read_samples(folder / "samples.jsonl")
+    costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+    bootstrap = config["recipe"]["bootstrap"] if bootstrap is None else bootstrap
+    summary = summarize(samples, costs, bootstrap, config["seed"])
+    summary["environment"] = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    summary["folder"] = str(folder)
+    return RunFiles(config, samples, read_samples(folder / "trace.jsonl"), summary)
 
 
 def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
@@ -80,6 +104,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "predicted_speedup": predicted,
         "predicted_speedup_with_width": with_width,
         "overhead": stats.overhead,
+        "seconds_per_round": seconds_per_round(stats),
         "exactness": {kind: exactness[kind] for kind in VERDICTS},
         "mismatches": [sample["id"] for sample in samples if sample["exactness"]["kind"] == "mismatch"],
         "task_score": {
@@ -87,6 +112,14 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
             for side in ("baseline", "speculative")
         },
     }
+
+
+def seconds_per_round(stats: Stats) -> dict[str, float] | None:
+    """Forward passes of the two models and what is left, in the mean; None where no time was taken."""
+    if not stats.num_rounds or not stats.seconds_rounds:
+        return None
+    parts = {"target": stats.seconds_target, "draft": stats.seconds_draft_forward, "other": stats.seconds_other}
+    return {name: seconds / stats.num_rounds for name, seconds in parts.items()}
 
 
 def tokens_and_seconds(sample: Sample, side: str, decode: bool = False) -> tuple[int, float] | None:
@@ -195,31 +228,78 @@ def headline(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def markdown(summary: dict[str, Any], config: dict[str, Any]) -> str:
+def so_far(samples: list[Sample]) -> tuple[str, list[list[str]]]:
+    """While a run goes on: one line, and a table of the sides with its header first."""
+    stats = reduce(add, (Stats.from_dict(sample["speculative"]["stats"]) for sample in samples), Stats())
+    table = [["", "tokens / s", "decoding alone", "speed-up"]]
+    for side, name in zip(SIDES, ("plain", "assisted", "ours"), strict=True):
+        ratio = None if side == "plain" else quotient(rate(samples, side), rate(samples, "plain"))
+        decoding = number(rate(samples, side, decode=True), 0)
+        table.append([name, number(rate(samples, side), 0), decoding, number(ratio, 2, "x")])
+    exactness = Counter(sample["exactness"]["kind"] for sample in samples)
+    verdicts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in exactness.items())
+    length = number(stats.mean_acceptance_length)
+    return f"{table[-1][1]} tok/s, {table[-1][3]} plain, {length} tokens per target pass, {verdicts}", table
+
+
+def quotient(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def title(config: dict[str, Any]) -> str:
+    draft = config["draft"]
+    drafted_by = draft["name_or_path"] if draft["drafter"] == "model" else draft["drafter"]
+    return f"{config['target']['name_or_path']} with {drafted_by} on {config['dataset']['name']}"
+
+
+def how(summary: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the figures depend on: name and value."""
     environment = summary["environment"]
-    header, *body = rows(summary)
-    table = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
-    target, draft = config["target"], config["draft"]
     sampling = ", ".join(f"{k} {v}" for k, v in config["sampling"].items() if v is not None)
+    schedule = ", ".join(f"{k} {v}" for k, v in config["schedule"].items() if k != "name" and v is not None)
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items() if v is not None)
+    megabytes = [f"{side} {environment.get(f'bytes_{side}', 0) / 1e6:.1f} MB" for side in ("target", "draft")]
+    return [
+        ("device", f"{environment['device']}, {environment['dtype']}, batch 1, {environment['threads']} torch threads"),
+        ("sampling", f"{sampling}; seed {config['seed']}"),
+        ("schedule", f"{config['schedule']['name']} ({schedule}); accept rule: {config['verify']['name']}"),
+        ("versions", f"{versions}; Python {environment['python']}; commit {environment['commit']}"),
+        ("memory", f"weights of the {', of the '.join(megabytes)}"),
+    ]
+
+
+def explanation(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What the table's figures are."""
+    return [
+        "Tokens per second of plain generate, of transformers' assisted generation and of ours: all new tokens over all"
+        " seconds of the calls, prompt included. The sides were run in turn on each prompt, in one process, after"
+        f" {config['recipe']['warmup']} of warm-up that are left out.",
+        f"Decoding alone, from the second token on: {number(summary['speedup_decode'])}x plain. Median of the ratios per"
+        f" prompt: {number(summary['speedup_median'])}x.",
+    ]
+
+
+def markdown(summary: dict[str, Any], config: dict[str, Any], images: list[str]) -> str:
+    """`images`: links to the plots."""
+    header, *body = [[in_markdown(cell) for cell in row] for row in rows(summary)]
+    table = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
     histogram = [f"| {k} | {count} |" for k, count in enumerate(summary["acceptance_histogram"])]
     positions = [f"| {k + 1} | {share:.3f} |" for k, share in enumerate(summary["acceptance_by_position"])]
-    mismatches = [f"Mismatch in: {', '.join(summary['mismatches'])}.", ""] if summary["mismatches"] else []
-    drafted_by = draft["name_or_path"] if draft["drafter"] == "model" else draft["drafter"]
+    mismatches = (
+        [f"Mismatch in: {', '.join(map(in_markdown, summary['mismatches']))}.", ""] if summary["mismatches"] else []
+    )
     return "\n".join(
         [
-            f"# {target['name_or_path']} with {drafted_by} on {config['dataset']['name']}",
+            f"# {in_markdown(title(config))}",
             "",
             *(f"- {line}" for line in headline(summary)),
             "",
             *mismatches,
             *table,
             "",
-            "`plain`, `assisted` and `ours` are tokens per second: all new tokens over all seconds of the calls, prompt",
-            "included. The sides were run in turn on each prompt, in one process, after"
-            f" {config['recipe']['warmup']} of warm-up that are left out.",
-            f"Decoding alone, from the second token on: {number(summary['speedup_decode'])}x plain. Median of the ratios"
-            f" per prompt: {number(summary['speedup_median'])}x.",
+            *explanation(summary, config),
+            "",
+            *images,
             "",
             "## Acceptance",
             "",
@@ -237,12 +317,10 @@ def markdown(summary: dict[str, Any], config: dict[str, Any]) -> str:
             "",
             "## How it was measured",
             "",
-            f"- device: {environment['device']}, {environment['dtype']}, batch 1, {environment['threads']} torch threads",
-            f"- sampling: {sampling}; seed {config['seed']}",
-            f"- versions: {versions}; Python {environment['python']}; commit {environment['commit']}",
-            f"- memory: target {environment.get('bytes_target', 0) / 1e6:.1f} MB, draft"
-            f" {environment.get('bytes_draft', 0) / 1e6:.1f} MB of weights",
-            f"- command: `{' '.join(environment['command'])}`",
+            *(f"- {name}: {in_markdown(value)}" for name, value in how(summary, config)),
+            "- command:",
+            "",
+            code_block(shlex.join(summary["environment"]["command"])),
             "",
         ]
     )

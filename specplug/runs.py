@@ -14,8 +14,18 @@ from typing import Any
 
 from specplug.config import Config, ConfigError, to_dict
 
-PACKAGES = ("specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets")
-MAY_DIFFER = {"resume", "recipe.limit"}  # a finished run may be taken further
+PACKAGES = (
+    "specplug",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "bitsandbytes",
+    "datasets",
+    "matplotlib",
+)
+MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace"}  # a finished run may be taken further
 
 
 class Run:
@@ -53,6 +63,12 @@ def begin(folder: Path, config: Config, environment: dict[str, Any]) -> None:
         raise ConfigError(
             f"{folder}: cannot be written: {error.strerror}; choose another with hydra.run.dir=DIR"
         ) from error
+
+
+def append_line(file: Path, record: dict[str, Any]) -> None:
+    """One line of JSON more."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:

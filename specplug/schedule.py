@@ -20,7 +20,12 @@ class Round(NamedTuple):
     bucket: int  # of the proposal: for a lookup the length of its match, else 0
 
 
+AS_PROPOSED = "as many as are proposed and pay"  # the reason before it is known what a lookup found
+
+
 class Plan(Protocol):
+    # A plan may also have a `reason` for the number, in a few words; a trace writes it down.
+
     def next_gamma(self) -> int:
         """Most draft tokens for the next round, 0 or more. The room left in the text is seen to elsewhere."""
         ...
@@ -46,6 +51,7 @@ class FixedSchedule:
     """The same gamma in every round; 0 is plain decoding. Its own plan, since nothing is remembered."""
 
     min_confidence = 0.0
+    reason = "the same in every round"
 
     def __init__(self, gamma: int) -> None:
         self.gamma = _whole("gamma", gamma)
@@ -69,6 +75,8 @@ class ConfidenceSchedule(FixedSchedule):
     Decided before the token is drawn: to leave out a token because of what it turned out to be would change the law of
     what is kept. Source of the idea: SVIP (arXiv 2411.18462), which bounds acceptance by the draft's entropy.
     """
+
+    reason = "while the draft is sure"
 
     def __init__(self, gamma: int, threshold: float) -> None:
         super().__init__(gamma)
@@ -232,6 +240,7 @@ class AdaptivePlan:
 
     def __init__(self, schedule: AdaptiveSchedule, num_rows: int, costs_nothing: bool) -> None:
         self.schedule, self.state, self.costs_nothing = schedule, schedule.states[num_rows], costs_nothing
+        self.reason = ""
         self.has_drafted = False  # the first proposal of a call also reads the prompt
 
     def next_gamma(self) -> int:
@@ -239,9 +248,12 @@ class AdaptivePlan:
             state = self.state
             if self.schedule.frozen:
                 return self._frozen_gamma(0)
-            if len(state.costs.samples[0]) < AdaptiveSchedule.PLAIN_FIRST or state.in_debt:
-                return 0
+            if len(state.costs.samples[0]) < AdaptiveSchedule.PLAIN_FIRST:
+                return self._because("to see what plain decoding costs", 0)
+            if state.in_debt:
+                return self._because("drafts have cost as much as they may", 0)
             if self.costs_nothing:
+                self.reason = AS_PROPOSED
                 return state.reach(self.schedule.max_gamma)
             return self._gamma(state.reach(self.schedule.max_gamma), 0)
 
@@ -276,31 +288,38 @@ class AdaptivePlan:
             else:
                 state.since_draft, state.since_plain = state.since_draft + 1, 0
 
+    def _because(self, reason: str, gamma: int) -> int:
+        self.reason = reason
+        return gamma
+
     def _gamma(self, reach: int, bucket: int) -> int:
         """What pays, or a trial of what may."""
         state = self.state
         if reach == 0:
             return 0
         if max(state.costs.known) == 0:
-            return 1  # nothing was drafted yet: the least that tells the price
+            return self._because("a trial", 1)  # nothing was drafted yet: the least that tells the price
         best = state.best(reach, bucket)
         if best > 0:
             state.wait = AdaptiveSchedule.FIRST_WAIT
             # Texts grow longer and machines busier: see from time to time what plain decoding costs now.
-            return 0 if state.since_plain >= AdaptiveSchedule.REFRESH else best
+            if state.since_plain >= AdaptiveSchedule.REFRESH:
+                return self._because("to see what plain decoding costs", 0)
+            return self._because("pays most", best)
         # By what is known it does not pay. A second width is tried at once, since the first passes that are wider than
         # one position cost more than the next ones; later trials wait, longer each time.
         gamma, could_pay = state.most_hopeful(reach)
         if not could_pay:
-            return 0
+            return self._because("does not pay", 0)
         if len(state.costs.known) < 3:
-            return min(SECOND_TRIAL, reach)
+            return self._because("a trial", min(SECOND_TRIAL, reach))
         if state.since_draft >= state.wait:
             state.wait = min(2 * state.wait, AdaptiveSchedule.LONGEST_WAIT)
-            return gamma
-        return 0
+            return self._because("a trial", gamma)
+        return self._because("does not pay", 0)
 
     def _frozen_gamma(self, bucket: int) -> int:
+        self.reason = "by frozen estimates"
         if len(self.state.costs.known) < 2:
             return 0
         return self.state.best(self.schedule.max_gamma, bucket)

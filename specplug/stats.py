@@ -88,6 +88,26 @@ class Stats:
     def overhead(self) -> float | None:
         return ratio(self.seconds_other, self.seconds_rounds)
 
+    def speculative_decoding(self) -> dict[str, Any]:
+        """The same under the names of vLLM's per-request statistics, over the rounds that drafted; a round is a step.
+
+        `num_spec_tokens` is the number of drafts a step there, and the largest here.
+        """
+        undrafted = self.drafted[0]
+        histogram = self.acceptance_histogram
+        if histogram:
+            histogram[0] -= undrafted
+        steps = self.num_rounds - undrafted
+        return {
+            "mean_acceptance_length": ratio(self.num_accepted + steps, steps),
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "acceptance_histogram": histogram if steps else [],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": max(self.drafted, default=0),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Counts and rates, ready for JSON."""
         counts = {each.name: getattr(self, each.name) for each in fields(Stats)}

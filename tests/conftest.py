@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -89,3 +90,65 @@ def tiny_pipeline():
     config = specplug.load("pair=tiny")
     model, tokenizer = load_target(config.target)
     return TextGenerationPipeline(model=model, tokenizer=tokenizer), load_model(config.draft, "draft")
+
+
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A headless Chromium for the tests of pages, or a skip that says what is missing."""
+    pytest.importorskip(
+        "selenium", reason="the tests of pages need selenium: pip install -c constraints.txt -e '.[test]'"
+    )
+    if not BROWSER or not DRIVER:
+        missing = " and ".join(name for name, found in (("chromium", BROWSER), ("chromedriver", DRIVER)) if not found)
+        pytest.skip(f"the tests of pages need {missing}; on Debian: apt-get install chromium chromium-driver")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def show(browser, width: int, scheme: str = "light") -> None:
+    """Set the window's width and the colour scheme that the reader prefers."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """The folder of an evaluation of the embedded pair on three prompts, hot enough that drafts are refused. Read only."""
+    import specplug
+    from specplug.cli import run_recipe
+
+    folder = tmp_path_factory.mktemp("evaluation") / "run"
+    quick = [
+        "recipe.limit=3",
+        "recipe.warmup=0",
+        "recipe.bootstrap=200",
+        "recipe.trace=2",
+        "sampling.max_new_tokens=40",
+    ]
+    config = specplug.load(*quick, "sampling.temperature=2.5", "schedule=fixed", "schedule.gamma=3")
+    threads = torch.get_num_threads()
+    try:
+        assert run_recipe(config, folder) == 0
+    finally:
+        torch.set_num_threads(threads)
+    return folder

@@ -41,9 +41,9 @@ def test_datasets(dataset):
     assert specplug.load(f"dataset={dataset}").dataset.name == dataset
 
 
-@pytest.mark.parametrize("recipe", ["evaluate", "generate", "theory", "train", "distill", *names("recipe")])
+@pytest.mark.parametrize("recipe", ["evaluate", "compare", "generate", "theory", "train", "distill", *names("recipe")])
 def test_recipes(recipe):
-    extra = ["recipe.prompt=x"] if recipe == "generate" else []
+    extra = {"generate": ["recipe.prompt=x"], "compare": ["recipe.runs=[a,b]"]}.get(recipe, [])
     assert type(specplug.load(f"recipe={recipe}", *extra).recipe).__name__.lower() == recipe.removesuffix("_tiny")
 
 

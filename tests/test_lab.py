@@ -7,24 +7,16 @@ page with its dozen numbers; the seeds are fixed, so a test that passes once pas
 import itertools
 import math
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import show
 from test_verify_block import mean_accepted
 
 from specplug import theory, verify
 
 PAGE = Path(__file__).parent.parent / "docs" / "lab.html"
-BROWSER = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-DRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 START = {"p": [0.5, 0.25, 0.15, 0.1], "q": [0.3, 0.4, 0.2, 0.1], "gamma": 4}
 SETTINGS = {
     "start": START,
@@ -39,24 +31,6 @@ SETTINGS = {
 RULES = ("token", "block")
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    pytest.importorskip("selenium", reason="the lab's tests need selenium: pip install -c constraints.txt -e '.[test]'")
-    if not BROWSER or not DRIVER:
-        missing = " and ".join(name for name, found in (("chromium", BROWSER), ("chromedriver", DRIVER)) if not found)
-        pytest.skip(f"the lab's tests need {missing}; on Debian: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
-
-
 @pytest.fixture
 def page(browser):
     """The page as it opens, on a desktop. No test may leave an error in the browser's console."""
@@ -64,13 +38,6 @@ def page(browser):
     browser.get(PAGE.as_uri())
     yield browser
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-
-
-def show(browser, width: int, scheme: str = "light") -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
 
 
 def enter(page, **fields) -> None:

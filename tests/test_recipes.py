@@ -38,7 +38,18 @@ def test_evaluate(tmp_path, capsys):
         assert sample["plain"]["token_ids"] == sample["speculative"]["token_ids"]
         assert sample["speculative"]["stats"]["num_new_tokens"] == sample["speculative"]["new_tokens"]
         assert sample["speculative"]["engine"] == "rounds"
-    assert (tmp_path / "run" / "report.md").exists()
+        assert sample["speculative"]["speculative_decoding"]["num_spec_steps"] > 0
+    for name in ("report.md", "report.html", "plots/speedup.svg"):
+        assert (tmp_path / "run" / name).exists()
+    traces = [json.loads(line) for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
+    assert [trace["category"] for trace in traces] == ["story", "qa", "rewrite"]
+    for trace, sample in zip(traces, samples, strict=False):
+        assert trace["id"] == sample["id"] and trace["same_text"]
+        assert trace["token_ids"] == sample["speculative"]["token_ids"]
+        following = [each["following"]["token"] for each in trace["rounds"] if each["following"]]
+        kept = [d["token"] for each in trace["rounds"] for d in each["drafts"] if d["decision"] == "accepted"]
+        assert sorted(kept + following) == sorted(trace["token_ids"]) and len(kept) == trace["stats"]["num_accepted"]
+        assert len(trace["rounds"]) - 1 == trace["stats"]["num_rounds"]
 
 
 def test_evaluate_sampled(tmp_path, capsys):
@@ -80,6 +91,26 @@ def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
     _, whole = run(capsys, tmp_path / "whole", *quick)
     for key in ("alpha", "num_rounds", "acceptance_histogram", "task_score", "num_new_tokens"):
         assert summary[key] == whole[key]
+
+
+def test_more_can_be_traced_later_and_nothing_is_traced_when_off(tmp_path, capsys):
+    def traced():
+        return [json.loads(line)["id"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+
+    run(capsys, tmp_path, *QUICK, "recipe.limit=2", "recipe.trace=0")
+    assert not (tmp_path / "trace.jsonl").exists() and 'id="inspector"' not in (tmp_path / "report.html").read_text()
+    run(capsys, tmp_path, *QUICK, "recipe.limit=2", "recipe.trace=1", f"resume={tmp_path}")
+    assert traced() == ["story-0"] and 'id="inspector"' in (tmp_path / "report.html").read_text()
+    with (tmp_path / "trace.jsonl").open("a") as lines:
+        lines.write('{"id": "qa-0", "ro')  # as a kill in the middle of writing leaves it
+    run(capsys, tmp_path, *QUICK, "recipe.trace=3", f"resume={tmp_path}")
+    assert traced() == ["story-0", "qa-0", "rewrite-0"]
+
+
+def test_traces_are_spread_over_the_categories():
+    from specplug.recipes.evaluate import one_of_each
+
+    assert one_of_each(["a", "a", "a", "b", "c", "b"]) == [0, 3, 4, 1, 5, 2]
 
 
 def test_a_mismatch_ends_with_exit_code_1_and_names_the_prompts(tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """The summary, on samples made by hand."""
 
 import json
+import re
 
 import pytest
 
@@ -76,7 +77,20 @@ def test_the_files_of_a_folder_are_enough(tmp_path):
     write_json(tmp_path / "environment.json", describe_environment("cpu", "float32"))
     write_json(tmp_path / "costs.json", COSTS)
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample(str(k))) + "\n" for k in range(3)))
+    hostile = "a|b`<img src=x>\nc"
+    with (tmp_path / "samples.jsonl").open("a") as samples:
+        samples.write(json.dumps(sample(hostile, category=hostile, kind="mismatch")) + "\n")
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    write_json(tmp_path / "environment.json", environment | {"command": ["specplug", "recipe.prompt=it's\n```\n<b>"]})
     summary = write_reports(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     report = (tmp_path / "report.md").read_text()
-    assert "| all | 3 |" in report and "3 identical, 0 tie, 0 mismatch of 3" in report and "2.00x" in report
+    assert "| all | 4 |" in report and "3 identical, 0 tie, 1 mismatch of 4" in report and "2.00x" in report
+    assert "| a\\|b\\`&lt;img src=x&gt; c | 1 |" in report and "Mismatch in: a\\|b\\`&lt;img src=x&gt; c." in report
+    assert "````text\nspecplug 'recipe.prompt=it'\"'\"'s\n```\n<b>'\n````" in report  # to be pasted into a shell
+    for link in re.findall(r"!\[[^]]+\]\(([^)]+)\)", report):
+        assert (tmp_path / link).read_text().startswith("<svg ")
+    assert report.count("](plots/") == len(list((tmp_path / "plots").iterdir())) >= 5
+    page = (tmp_path / "report.html").read_text()
+    assert "a|b`&lt;img src=x&gt;" in page and "<img" not in page
+    assert 'id="inspector"' not in page  # nothing was traced

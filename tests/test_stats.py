@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from specplug.stats import Call, Stats
 
 
@@ -43,3 +45,24 @@ def test_adding_and_saving():
     total = example() + Call(num_calls=1, engine="rounds", num_new_tokens=3)
     assert (total.num_calls, total.num_new_tokens, total.accepted[0]) == (2, 15, 2)
     assert Stats.from_dict(json.loads(json.dumps(total.to_dict()))) == total
+
+
+def test_vllm_names_count_the_rounds_that_drafted():
+    """The example of vLLM's pull request 48915, with two rounds without drafts that are no steps there."""
+    stats = Stats(num_calls=1, num_new_tokens=1, num_prefill_tokens=1)
+    for kept, rounds in enumerate([39, 1, 0, 3]):
+        for _ in range(rounds):
+            stats.count_round(3, kept, kept < 3, kept + 1)
+    for _ in range(2):
+        stats.count_round(0, 0, False, 1)
+    assert stats.speculative_decoding() == {
+        "mean_acceptance_length": pytest.approx(1.2325581395348837),
+        "draft_acceptance_rate": pytest.approx(0.07751937984496124),
+        "acceptance_histogram": [39, 1, 0, 3],
+        "num_spec_steps": 43,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 129,
+        "num_spec_tokens": 3,
+    }
+    nothing = Stats().speculative_decoding()
+    assert nothing["mean_acceptance_length"] is None and nothing["acceptance_histogram"] == []

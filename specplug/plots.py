@@ -1,0 +1,373 @@
+"""The plots of a report, as SVG: text stays text, colours follow the page or the reader's light or dark scheme.
+
+Each function takes what it shows and returns a `Plot`, or None where there is nothing to show. matplotlib is imported when
+the first is drawn; pyplot, with its state of the whole process, never.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specplug.escape import in_html, one_line
+
+# Colours by role, light and dark: those of docs/lab.html. Told apart in every common kind of colour blindness, and each
+# role has a marker or a line style of its own besides.
+COLOURS = {
+    "ink": ("#1f2630", "#e7e8ea"),
+    "soft": ("#59626f", "#a9b1bd"),
+    "line": ("#dcdad3", "#343a44"),
+    "card": ("#ffffff", "#1c2027"),
+    "plain": ("#3d4d69", "#c3cde0"),
+    "assisted": ("#c17a1a", "#eba84f"),
+    "ours": ("#00796b", "#4cc2b0"),
+    "other": ("#7a4fc4", "#b99cf6"),
+}
+INK, SOFT, LINE, CARD, PLAIN, ASSISTED, OURS, OTHER = (light for light, _ in COLOURS.values())
+FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+WIDTH = 4.0  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
+MARGIN = 9  # points around a plot that stands alone
+MOST_ROWS = 40
+SIDES = {"plain": (PLAIN, "-"), "assisted": (ASSISTED, "--"), "speculative": (OURS, "-.")}
+LABELS = {"plain": "plain", "assisted": "assisted", "speculative": "ours"}
+Row = tuple[str, dict[str, Any]]
+
+
+class Plot(NamedTuple):
+    name: str  # of its file
+    title: str
+    caption: str
+    svg: str  # as matplotlib wrote it, in the light colours
+
+
+def draw(name: str, title: str, caption: str, height: float, paint: Callable[[Any], None]) -> Plot:
+    """One pair of axes, painted by `paint`."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "specplug",
+        "text.parse_math": False,
+        "font.family": "DejaVu Sans",  # what widths are measured with: comes with matplotlib, and is wide
+        "font.size": 9,
+        "text.color": INK,
+        "axes.labelcolor": SOFT,
+        "axes.edgecolor": SOFT,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.titlesize": 9,
+        "grid.color": LINE,
+        "grid.linewidth": 0.8,
+        "xtick.color": SOFT,
+        "ytick.color": SOFT,
+        "legend.frameon": False,
+        "legend.fontsize": 8.5,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+    }
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's own fonts write the text
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        paint(figure.add_subplot())
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    return Plot(name, title, caption, written.getvalue())
+
+
+def inline(plot: Plot) -> str:
+    """For a page that defines --ink, --ours, ...: no prologue, ids of its own, a name for who cannot see it."""
+    svg = _body(plot)
+    for role, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--{role})")
+    return svg
+
+
+def standalone(plot: Plot) -> str:
+    """For a file: on a card of its own, dark for readers who like it dark, light where that is not understood."""
+    rules = "".join(
+        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+        for light, dark in COLOURS.values()
+        for kind in ("fill", "stroke")
+    )
+    svg = _body(plot)
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
+    wider, higher = width + 2 * MARGIN, height + 2 * MARGIN
+    frame = f'viewBox="{-MARGIN} {-MARGIN} {wider} {higher}" width="{wider}pt" height="{higher}pt"'
+    svg = re.sub(r' (?:viewBox|width|height)="[^"]*"', "", svg[: svg.index(">")]) + f" {frame}" + svg[svg.index(">") :]
+    card = f'<rect x="{-MARGIN}" y="{-MARGIN}" width="{wider}" height="{higher}" rx="6" style="fill: {CARD}"/>'
+    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{card}"
+    return svg.replace("</desc>", f"</desc>{style}", 1) + "\n"
+
+
+def _body(plot: Plot) -> str:
+    svg = plot.svg[plot.svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{plot.name}-", svg)
+    svg = svg.replace("'DejaVu Sans'", FONT)
+    name = (
+        f'<title id="{plot.name}-title">{in_html(plot.title)}</title>'
+        f'<desc id="{plot.name}-desc">{in_html(plot.caption)}</desc>'
+    )
+    labelled = f'role="img" aria-labelledby="{plot.name}-title" aria-describedby="{plot.name}-desc" '
+    return re.sub(
+        r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1
+    ).rstrip()  # a function, since a replacement's backslashes are read
+
+
+def categories(summary: dict[str, Any]) -> list[Row]:
+    """All, then each category if there are several; with a note in the caption if they are cut."""
+    parts = list(summary["categories"].items())
+    return [("all", summary), *(parts[:MOST_ROWS] if len(parts) > 1 else [])]
+
+
+def _rows(axes: Any, names: list[str], longest: int = 22) -> None:
+    """One row a name, the first at the top."""
+    axes.set_yticks(range(len(names)), [one_line(name, longest) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+
+
+def _height(rows: int) -> float:
+    return 1.05 + 0.3 * rows
+
+
+def _cut(summary: dict[str, Any]) -> str:
+    more = len(summary["categories"]) - MOST_ROWS
+    return f" The last {more} categories are left out here." if more > 0 else ""
+
+
+def speedup(summary: dict[str, Any], rows: list[Row] | None = None) -> Plot | None:
+    shown = [row for row in rows or categories(summary) if row[1]["speedup"] is not None]
+    if not shown:
+        return None
+
+    def paint(axes: Any) -> None:
+        for k, (_, part) in enumerate(shown):
+            low, high = part["speedup_interval"] or (part["speedup"], part["speedup"])
+            axes.plot([low, high], [k, k], color=OURS, linewidth=2, solid_capstyle="butt")
+            axes.plot([part["speedup"]], [k], "o", color=OURS, markersize=7 if k == 0 and rows is None else 5.5)
+        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        _rows(axes, [name for name, _ in shown])
+        axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+        axes.set_xlabel("tokens per second, times those of plain generate", loc="right")
+
+    caption = (
+        "All tokens over all seconds. Lines: 95 % bootstrap intervals over prompts. Dotted: as fast as plain generate."
+    )
+    caption += "" if rows is not None else _cut(summary)
+    return draw(
+        "speedup", "Speed-up" + ("" if rows is not None else " by category"), caption, _height(len(shown)), paint
+    )
+
+
+def predicted(summary: dict[str, Any]) -> Plot | None:
+    shown = [row for row in categories(summary) if row[1]["speedup"] is not None and row[1]["predicted_speedup"]]
+    if not shown:
+        return None
+
+    def paint(axes: Any) -> None:
+        series = (
+            ("speedup", "measured", "o", OURS, OURS),
+            ("predicted_speedup_with_width", "predicted, with the cost of the wider pass", "D", OTHER, "none"),
+            ("predicted_speedup", "predicted by the formula alone", "s", ASSISTED, "none"),
+        )
+        for k, (_, part) in enumerate(shown):
+            values = [part[key] for key, *_ in series]
+            axes.plot([min(values), max(values)], [k, k], color=LINE, linewidth=1.5, zorder=1)
+        for key, label, marker, edge, face in series:
+            values = [part[key] for _, part in shown]
+            axes.plot(
+                values, range(len(shown)), marker, label=label, markeredgecolor=edge, markerfacecolor=face,
+                markersize=6, markeredgewidth=1.5,
+            )  # fmt: skip
+        _rows(axes, [name for name, _ in shown])
+        axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+        axes.set_xlabel("speed-up over plain generate", loc="right")
+        axes.figure.legend(loc="outside upper left")
+
+    caption = (
+        "From the acceptance and the costs that were measured. The distance to the prediction with the wider pass is the prompt's"
+        " pass, drafts behind the end of a text, and time outside the models." + _cut(summary)
+    )
+    return draw("predicted", "Measured beside predicted", caption, _height(len(shown)) + 0.55, paint)
+
+
+def acceptance(summary: dict[str, Any]) -> Plot | None:
+    shares = summary["acceptance_by_position"]
+    if not shares:
+        return None
+
+    def paint(axes: Any) -> None:
+        positions = range(1, len(shares) + 1)
+        axes.plot(positions, shares, "o-", color=OURS, linewidth=1.8, markersize=5)
+        _whole_numbers(axes.xaxis)
+        axes.set_xlim(0.5, len(shares) + 0.5)
+        axes.set_ylim(0, 1.04)
+        axes.set_xlabel("position of the draft in its round")
+        axes.set_ylabel("share that was kept")
+
+    caption = "Of the rounds that made a draft at this position, the share that kept it and all before it."
+    return draw("acceptance", "Acceptance by position", caption, 2.7, paint)
+
+
+def tokens(summary: dict[str, Any]) -> Plot | None:
+    counts = summary["acceptance_histogram"]
+    if not counts:
+        return None
+
+    def paint(axes: Any) -> None:
+        axes.bar(range(1, len(counts) + 1), counts, width=0.72, color=OURS)
+        _whole_numbers(axes.xaxis)
+        _whole_numbers(axes.yaxis)
+        axes.set_xlim(0.4, max(len(counts), 4) + 0.6)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("tokens from one target pass")
+        axes.set_ylabel("rounds")
+
+    caption = "The drafts that were kept and the one token behind them; plain decoding has one token a pass."
+    return draw("tokens", "Tokens a round", caption, 2.7, paint)
+
+
+def time(summary: dict[str, Any]) -> Plot | None:
+    shown = [row for row in categories(summary) if row[1]["seconds_per_round"]]
+    if not shown:
+        return None
+    parts = (
+        ("target", "target's forward", PLAIN),
+        ("draft", "draft's forward", ASSISTED),
+        ("other", "other", OTHER),
+    )
+
+    def paint(axes: Any) -> None:
+        left = [0.0] * len(shown)
+        for key, label, colour in parts:
+            widths = [1000 * max(part["seconds_per_round"][key], 0) for _, part in shown]
+            axes.barh(range(len(shown)), widths, 0.62, left, color=colour, edgecolor=CARD, linewidth=0.8, label=label)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        longest = max(left)
+        for k, (_, part) in enumerate(shown):
+            share = part["overhead"]
+            axes.text(left[k] + 0.015 * longest, k, f"{100 * share:.0f} % other", va="center", fontsize=8.5, color=SOFT)
+        _rows(axes, [name for name, _ in shown])
+        axes.set_xlim(0, 1.24 * longest)
+        axes.set_xlabel("milliseconds a round", loc="right")
+        axes.figure.legend(loc="outside upper left", ncols=3, columnspacing=1.2, handlelength=1.2)
+
+    caption = (
+        "Forward passes of the two models and the rest, means over all rounds after the prompt's pass, in the order of the legend."
+        + _cut(summary)
+    )
+    return draw("time", "Where a round's time goes", caption, _height(len(shown)) + 0.3, paint)
+
+
+def latency(samples: list[dict[str, Any]]) -> Plot | None:
+    if not samples:
+        return None
+
+    def paint(axes: Any) -> None:
+        for side, (colour, line) in SIDES.items():
+            seconds = sorted(sample[side]["seconds"] for sample in samples if sample.get(side))
+            if len(seconds) == len(samples):
+                share = [100 * (k + 1) / len(seconds) for k in range(len(seconds))]
+                axes.step(
+                    [seconds[0], *seconds], [0, *share], where="post", color=colour, linestyle=line, linewidth=1.8,
+                    label=LABELS[side],
+                )  # fmt: skip
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 104)
+        axes.set_xlabel("seconds for a whole call, prompt included")
+        axes.set_ylabel("% of prompts done by then")
+        axes.figure.legend(loc="outside upper left", ncols=3, handlelength=3)
+
+    return draw(
+        "latency", "Time a prompt takes", "Cumulative distribution over prompts; further left is faster.", 2.9, paint
+    )
+
+
+def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
+    drafted = [sample["speculative"]["stats"]["drafted"] for sample in samples]
+    if not any(drafted):
+        return None
+
+    def paint(axes: Any) -> None:
+        for k, counts in enumerate(drafted, start=1):
+            made = {int(gamma): rounds for gamma, rounds in counts.items()}
+            if not made:
+                continue
+            axes.plot([k, k], [min(made), max(made)], color=SOFT, linewidth=1.2, solid_capstyle="butt", zorder=1)
+            average = sum(gamma * rounds for gamma, rounds in made.items()) / sum(made.values())
+            axes.plot([k], [average], "o", color=OURS, markersize=4.5, label="mean" if k == 1 else None)
+        _whole_numbers(axes.xaxis)
+        _whole_numbers(axes.yaxis)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlim(0.4, len(drafted) + 0.6)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("prompt, in the order of the run")
+        axes.set_ylabel("drafts a round")
+
+    caption = "Points: means over a prompt's rounds. Lines: from the fewest to the most in a round."
+    return draw("gamma", "Drafts a round, prompt by prompt", caption, 2.7, paint)
+
+
+MARKERS = ["o", "s", "D", "^", "v", "P", "X", "*"]
+
+
+def gamma_by_round(traces: list[dict[str, Any]]) -> Plot | None:
+    made = [(len(each["drafts"]), each["reason"] or "not known") for trace in traces for each in trace["rounds"][1:]]
+    if not made:
+        return None
+    ends, end = [], 0
+    for trace in traces:
+        end += len(trace["rounds"]) - 1
+        ends.append(end)
+
+    def paint(axes: Any) -> None:
+        colours = [OURS, ASSISTED, OTHER, PLAIN]
+        for k, reason in enumerate(dict.fromkeys(reason for _, reason in made)):
+            at = [(i, count) for i, (count, why) in enumerate(made, start=1) if why == reason]
+            x, y = zip(*at, strict=True)
+            marker, colour = MARKERS[k % len(MARKERS)], colours[k % len(colours)]
+            axes.plot(x, y, marker, color=colour, markersize=4.5, label=one_line(reason, 42))
+        for each in ends[:-1]:
+            axes.axvline(each + 0.5, color=SOFT, linewidth=0.8, linestyle=(0, (2, 2)))
+        _whole_numbers(axes.xaxis)
+        _whole_numbers(axes.yaxis)
+        axes.set_xlim(0.4, len(made) + 0.6)
+        axes.set_ylim(bottom=min(-0.5, -0.04 * max(count for count, _ in made)))
+        axes.set_xlabel("round of the traced prompts, one after the other")
+        axes.set_ylabel("drafts in the round")
+        axes.figure.legend(loc="outside upper left", handletextpad=0.2)
+
+    caption = "With the schedule's reason. Dotted: where the next prompt begins. Traced behind the timed calls."
+    height = 2.7 + 0.17 * len({reason for _, reason in made})
+    return draw("gamma_by_round", "Drafts a round, round by round", caption, height, paint)
+
+
+def _whole_numbers(axis: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=9))
+
+
+def of_run(summary: dict[str, Any], samples: list[dict[str, Any]], traces: list[dict[str, Any]]) -> list[Plot]:
+    """Every plot that this run has something for, in the order of the report."""
+    found = [
+        speedup(summary),
+        predicted(summary),
+        acceptance(summary),
+        tokens(summary),
+        time(summary),
+        latency(samples),
+        gamma_by_prompt(samples),
+        gamma_by_round(traces),
+    ]
+    return [plot for plot in found if plot is not None]
