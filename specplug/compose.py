@@ -36,6 +36,7 @@ from specplug.config import (
     Plain,
     Prune,
     Rounds,
+    Sweep,
     Theory,
     Token,
     Train,
@@ -49,7 +50,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Calibrate, Compare, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Sweep, Calibrate, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 

@@ -250,6 +250,11 @@ class Evaluate(Recipe):
 
 
 @dataclass
+class Sweep(Evaluate):
+    """An evaluation that is one point of a curve: specplug -m recipe=sweep schedule=fixed schedule.gamma=1,2,4"""
+
+
+@dataclass
 class Compare(Recipe):
     """Run folders of evaluations, side by side."""
 

@@ -352,6 +352,43 @@ def gamma_by_round(traces: list[dict[str, Any]]) -> Plot | None:
     return draw("gamma_by_round", "Drafts a round, round by round", caption, height, paint)
 
 
+def curves(points: list[dict[str, Any]]) -> Plot | None:
+    """Speed-up over drafts a round, one line for each draft and temperature. Points as in recipes/sweep.py."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    temperatures = {each["temperature"] for each in points}
+    for each in points:
+        if each["speedup"] is not None:
+            label = each["draft"] if len(temperatures) == 1 else f"{each['draft']}, T {each['temperature']:g}"
+            lines.setdefault(label, []).append(each)
+    if not lines:
+        return None
+
+    def paint(axes: Any) -> None:
+        colours = [OURS, ASSISTED, OTHER, PLAIN]
+        for k, (label, line) in enumerate(lines.items()):
+            colour, marker = colours[k % len(colours)], MARKERS[k % len(MARKERS)]
+            x = [each["mean_gamma"] or 0 for each in line]
+            axes.plot(
+                x,
+                [each["speedup"] for each in line],
+                marker + "-",
+                color=colour,
+                markersize=4.5,
+                label=one_line(label, 42),
+            )
+            known = [(at, each["predicted"]) for at, each in zip(x, line, strict=True) if each["predicted"] is not None]
+            axes.plot(*zip(*known, strict=True) if known else ([], []), ":", color=colour, linewidth=1.4)
+        axes.axhline(1, color=SOFT, linewidth=0.9)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("drafts a round, mean")
+        axes.set_ylabel("times plain decoding")
+        axes.figure.legend(loc="outside upper left")
+
+    caption = "Lines: measured, prompts left out. Dotted: predicted from alpha and the measured costs. Level line: plain decoding."
+    return draw("sweep", "Speed-up over gamma", caption, 2.7 + 0.17 * len(lines), paint)
+
+
 def _whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 

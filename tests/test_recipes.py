@@ -204,3 +204,35 @@ def test_calibration_is_the_formula():
     lookup = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 2.0, 0.0, costs_nothing=True)
     assert lookup["rounds_with_drafts"] == 0.25
     assert lookup["by_gamma"][4]["speedup"] == pytest.approx(0.75 + 0.25 * theory.expected_tokens(0.8, 4))
+
+
+def test_a_sweep_draws_curves_and_goes_on(tmp_path):
+    import subprocess
+    import sys
+
+    def sweep(gammas):
+        command = [
+            sys.executable,
+            "-m",
+            "specplug.cli",
+            "-m",
+            "recipe=sweep",
+            "schedule=fixed",
+            f"schedule.gamma={gammas}",
+        ]
+        command += ["recipe.limit=2", "recipe.warmup=0", "recipe.trace=0", "recipe.compare_assisted=false"]
+        command += ["sampling.max_new_tokens=16", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True)
+
+    sweep("0,2")
+    samples = (tmp_path / "sweep" / "1" / "samples.jsonl").read_text()
+    sweep("0,2,4")
+    assert (tmp_path / "sweep" / "1" / "samples.jsonl").read_text() == samples, "measured again"
+    points = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
+    assert [each["gamma"] for each in points] == [0, 2, 4]
+    assert [each["mean_gamma"] for each in points] == sorted(each["mean_gamma"] for each in points)
+    assert all(each["mismatches"] == 0 and each["speedup"] > 0 for each in points)
+    assert points[0]["predicted"] is None and points[2]["predicted"] > 1
+    assert "sweep.svg" in (tmp_path / "sweep" / "sweep.md").read_text()
+    svg = (tmp_path / "sweep" / "sweep.svg").read_text()
+    assert "times plain decoding" in svg and "asset:tiny/draft" in svg
