@@ -9,6 +9,7 @@ code 1 if an output differs from plain decoding by more than rounding explains; 
 """
 
 import json
+import logging
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.text import Text
 from specplug import measure
 from specplug.config import Config, ConfigError, Drafter, Evaluate
 from specplug.console import Bar, console, table_of
-from specplug.data import Row, load_rows, prompt_ids
+from specplug.data import History, Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
@@ -29,17 +30,19 @@ from specplug.report import headline, rows, so_far, write_reports
 from specplug.runs import Run, append_line, describe_environment, drop_partial_line, read_samples, write_json
 from specplug.schedule import AdaptiveSchedule
 
+log = logging.getLogger(__name__)
+
 
 def run(config: Config, folder: Path) -> int:
     recipe = config.recipe
     assert isinstance(recipe, Evaluate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: evaluate compares a draft with plain decoding; name a draft, or draft=lookup")
-    samples = load_rows(config.dataset, recipe.limit)
+    samples = load_rows(config.dataset, recipe.limit, all_turns=True)
     pipe, plugin = pipeline_from(config)
     plugin.synchronize = True
     model, tokenizer = pipe.model, pipe.tokenizer
-    prompts = [encode(tokenizer, row, config, model) for row in samples]
+    first = [encode(tokenizer, row, config, model) for row in samples if row.follows is None]
 
     environment = describe_environment(str(model.device), str(model.dtype).removeprefix("torch."))
     with swapped(plugin.kernel, model) as own_kernel:
@@ -49,10 +52,10 @@ def run(config: Config, folder: Path) -> int:
     environment["bytes_draft"] = bytes_beside(drafter, model)
     results = Run(folder, config, environment)
     sides = measure.Sides(config, model, tokenizer, plugin)
-    for ids in prompts[: recipe.warmup]:
+    for ids in first[: recipe.warmup]:
         sides.take_turns(ids, config.seed)
     gamma = max(plugin.stats.drafted, default=1)
-    costs = measure.measure_costs(model, drafter, prompts[0], gamma, plugin.kernel)
+    costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel)
     write_json(
         folder / "costs.json",
         asdict(costs) | {"cost_coefficient": costs.cost_coefficient, "width_cost": costs.width_cost},
@@ -61,8 +64,13 @@ def run(config: Config, folder: Path) -> int:
     bar = Bar("evaluate").start(len(samples), sum(row.id in results.done for row in samples))
     interrupted = False
     try:
-        for number, (row, ids) in enumerate(zip(samples, prompts, strict=True)):
+        for number, row in enumerate(samples):
             if row.id not in results.done:
+                try:
+                    ids = encode(tokenizer, row, config, model, conversation(row, samples, results.done))
+                except (ConfigError, KeyError) as error:  # first turns were looked at before
+                    log.warning("%s: left out, the conversation has become too long: %s", row.id, error)
+                    continue
                 results.append(sides.sample(row, ids, config.seed + number))
                 bar.advance(number + 1, *so_far(list(results.done.values())))
     except KeyboardInterrupt:
@@ -77,7 +85,7 @@ def run(config: Config, folder: Path) -> int:
         return 130
     try:
         if not interrupted:
-            write_traces(sides, samples, prompts, results, config)
+            write_traces(sides, samples, results, config)
     except KeyboardInterrupt:
         interrupted = True
     summary = write_reports(folder)
@@ -93,9 +101,7 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def write_traces(
-    sides: measure.Sides, samples: list[Row], prompts: list[torch.Tensor], results: Run, config: Config
-) -> None:
+def write_traces(sides: measure.Sides, samples: list[Row], results: Run, config: Config) -> None:
     """trace.jsonl for the first prompts of each category in turn. Last of all, since what it does must not be timed."""
     assert isinstance(config.recipe, Evaluate)
     file = results.folder / "trace.jsonl"
@@ -108,7 +114,8 @@ def write_traces(
         for done, number in enumerate(missing, start=1):
             row = samples[number]
             text = results.done[row.id]["speculative"]["text"]
-            append_line(file, sides.trace(row, prompts[number], config.seed + number, text))
+            ids = encode(sides.tokenizer, row, config, sides.model, conversation(row, samples, results.done))
+            append_line(file, sides.trace(row, ids, config.seed + number, text))
             bar.advance(done)
     finally:
         bar.stop()
@@ -132,9 +139,19 @@ def bytes_beside(drafter: Any, target: Any) -> int:
     return sum(size for address, size in own.items() if address not in shared)
 
 
-def encode(tokenizer: Any, row: Row, config: Config, model: Any) -> torch.Tensor:
+def conversation(row: Row, rows: list[Row], done: dict[str, Any]) -> History:
+    """The turns before this one, each with the answer that plain decoding gave."""
+    by_id = {each.id: each for each in rows}
+    turns: History = []
+    while row.follows is not None:
+        row = by_id[row.follows]
+        turns.insert(0, (row.prompt, done[row.id]["plain"]["text"]))
+    return turns
+
+
+def encode(tokenizer: Any, row: Row, config: Config, model: Any, history: History | None = None) -> torch.Tensor:
     """(1, T) ids. Raises ConfigError if prompt and answer do not fit into the target's context."""
-    ids = prompt_ids(tokenizer, row, config.dataset)
+    ids = prompt_ids(tokenizer, row, config.dataset, history)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     new = config.sampling.max_new_tokens
     if longest is not None and len(ids) + new > longest:

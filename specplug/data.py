@@ -1,6 +1,7 @@
 """Rows of a data set: from a JSONL file, a hub name through `datasets` (streamed), or the project's own corpus.
 
-A row is one user turn, an optional reference and a category. Knows nothing about models.
+A row is one user turn, an optional reference and a category. Further turns of a conversation are rows that follow others.
+Knows nothing about models.
 """
 
 import itertools
@@ -26,14 +27,17 @@ class Row:
     prompt: str
     reference: str | None
     category: str = "all"
+    follows: str | None = None  # id of the turn before, whose answer belongs to the conversation
 
 
-def load_rows(config: Dataset, limit: int | None = None, held_out: bool = False) -> list[Row]:
-    """At most `limit` rows after the category filter. Raises ConfigError in one line if there are none or one is bad.
+def load_rows(config: Dataset, limit: int | None = None, held_out: bool = False, all_turns: bool = False) -> list[Row]:
+    """At most `limit` conversations after the category filter. Raises ConfigError in one line if there are none or one is bad.
 
-    `held_out` is for the generated corpus: rows of the half that no training set contains.
+    `held_out` is for the generated corpus: rows of the half that no training set contains. `all_turns`: the first turn of
+    each conversation and those that follow, instead of the first alone.
     """
-    rows = list(itertools.islice(iterate(config, held_out), limit))
+    conversations = itertools.islice(iterate(config, held_out), limit)
+    rows = [row for turns in conversations for row in (turns if all_turns else turns[:1])]
     if not rows:
         chosen = f" in the categories {', '.join(config.categories)}" if config.categories else ""
         raise ConfigError(f"dataset={config.name}: has no rows{chosen}; {where(config)} has to hold at least one")
@@ -48,11 +52,12 @@ def load_rows(config: Dataset, limit: int | None = None, held_out: bool = False)
     return rows
 
 
-def iterate(config: Dataset, held_out: bool = False) -> Iterator[Row]:
+def iterate(config: Dataset, held_out: bool = False) -> Iterator[list[Row]]:
+    """The turns of one conversation after the other."""
     for number, record in enumerate(records(config, held_out)):
-        row = to_row(config, record, number)
-        if not config.categories or row.category in config.categories:
-            yield row
+        turns = to_rows(config, record, number)
+        if not config.categories or turns[0].category in config.categories:
+            yield turns
 
 
 def where(config: Dataset) -> str:
@@ -117,6 +122,21 @@ def stream_hub(config: Dataset) -> Iterator[dict[str, Any]]:
         ) from error
 
 
+def to_rows(config: Dataset, record: dict[str, Any], number: int) -> list[Row]:
+    """One record as the turns of a conversation, most have one: the first by `to_row`, the others as they stand."""
+    turns = [to_row(config, record, number)]
+    if config.text_column is None and isinstance(record[config.prompt_column], list):
+        for text in record[config.prompt_column][1:]:
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(
+                    f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a turn that is"
+                    " no text; each has to be one"
+                )
+            before = turns[-1]
+            turns.append(Row(f"{turns[0].id}.{len(turns) + 1}", text, None, before.category, before.id))
+    return turns
+
+
 def to_row(config: Dataset, record: dict[str, Any], number: int) -> Row:
     """One record by the columns that the config names. Raises ConfigError that names the columns there are."""
 
@@ -169,17 +189,25 @@ def text_of(value: Any, config: Dataset, number: int, key: str) -> str:
     return value
 
 
-def chat_text(tokenizer: Any, row: Row, system: str | None = None) -> str:
+History = list[tuple[str, str]]  # earlier turns of a conversation: what was asked and what was answered
+
+
+def chat_text(tokenizer: Any, row: Row, system: str | None = None, history: History | None = None) -> str:
     """The prompt as the model was taught to read it: the tokenizer's chat template, or plain where it has none."""
+    turns = [text for turn in history or [] for text in turn] + [row.prompt]
     if getattr(tokenizer, "chat_template", None) is None:
-        return row.prompt if system is None else f"{system}\n\n{row.prompt}"
+        return "\n\n".join(turns if system is None else [system, *turns])
     messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": row.prompt})
+    messages += [
+        {"role": "assistant" if place % 2 else "user", "content": content} for place, content in enumerate(turns)
+    ]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def prompt_ids(tokenizer: Any, row: Row, config: Dataset) -> list[int]:
+def prompt_ids(tokenizer: Any, row: Row, config: Dataset, history: History | None = None) -> list[int]:
     """Token ids of the prompt. A chat template brings its own special tokens; plain text gets the tokenizer's."""
     chat = config.chat and getattr(tokenizer, "chat_template", None) is not None
-    text = chat_text(tokenizer, row, config.system) if config.chat else row.prompt
+    text = "\n\n".join([text for turn in history or [] for text in turn] + [row.prompt])
+    if config.chat:
+        text = chat_text(tokenizer, row, config.system, history)
     return tokenizer(text, add_special_tokens=not chat)["input_ids"]

@@ -236,3 +236,43 @@ def test_a_sweep_draws_curves_and_goes_on(tmp_path):
     assert "sweep.svg" in (tmp_path / "sweep" / "sweep.md").read_text()
     svg = (tmp_path / "sweep" / "sweep.svg").read_text()
     assert "times plain decoding" in svg and "asset:tiny/draft" in svg
+
+
+def test_later_turns_stand_behind_the_targets_own_answers(tmp_path, capsys):
+    from specplug.config import Dataset
+    from specplug.data import Row, load_rows
+
+    file = tmp_path / "chats.jsonl"
+    turns = [["What is the kite?", "And the lake?", "Again?"], ["Who is Mia?"]]
+    file.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
+    dataset = ["dataset=jsonl", f"dataset.path={file}", "dataset.prompt_column=turns"]
+    rows = load_rows(Dataset(name="d", path=str(file), prompt_column="turns"), all_turns=True)
+    assert [(row.id, row.follows) for row in rows] == [("0", None), ("0.2", "0"), ("0.3", "0.2"), ("1", None)]
+    assert len(load_rows(Dataset(name="d", path=str(file), prompt_column="turns"))) == 2
+    arguments = [*dataset, "recipe.warmup=0", "recipe.compare_assisted=false", "sampling.max_new_tokens=12"]
+    assert run_recipe(specplug.load(*arguments), tmp_path / "run") == 0
+    capsys.readouterr()
+    done = {s["id"]: s for s in map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines())}
+    assert list(done) == ["0", "0.2", "0.3", "1"]
+    traces = {t["id"]: t for t in map(json.loads, (tmp_path / "run" / "trace.jsonl").read_text().splitlines())}
+    assert traces["0.2"]["same_text"], "the trace went on with another conversation"
+
+    from specplug.data import prompt_ids
+    from specplug.models import load_tokenizer
+
+    config = specplug.load(*dataset)
+    tokenizer = load_tokenizer(config.target, "target")
+    history = [(turns[0][0], done["0"]["plain"]["text"]), (turns[0][1], done["0.2"]["plain"]["text"])]
+    ids = prompt_ids(tokenizer, Row("0.3", turns[0][2], None), config.dataset, history)
+    assert done["0.3"]["prompt_tokens"] == len(ids)
+    text = tokenizer.decode(ids)
+    assert text.index(turns[0][0]) < text.index(history[0][1]) < text.index(turns[0][1]) < text.index(turns[0][2])
+
+
+def test_a_conversation_that_becomes_too_long_is_left_out(tmp_path, capsys, caplog):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"turns": ["Who is Mia?", "word " * 600, "Again?"]}) + "\n")
+    arguments = ["dataset=jsonl", f"dataset.path={file}", "dataset.prompt_column=turns", "sampling.max_new_tokens=8"]
+    assert run_recipe(specplug.load(*arguments, "recipe.trace=0"), tmp_path / "run") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_samples"] == 1
+    assert caplog.text.count("left out") == 2

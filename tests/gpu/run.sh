@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# What a GPU has to show, in under 8 minutes: exactness on the device, and which drafts pay there. Results in one folder.
+#
+#   SPECPLUG_SMOLLM2=model.gguf SPECPLUG_SPEC_BENCH=question.jsonl bash tests/gpu/run.sh OUT
+#
+# Needs the package installed. SPECPLUG_DRAFT: a distilled draft of the same target, left out if there is none.
+# LIMIT prompts (default 24), TOKENS new tokens each (default 128); DEVICE=cpu tries the script itself.
+set -euo pipefail
+out=$(realpath -m "${1:?give a folder for the results}")
+root=$(cd "$(dirname "$0")/../.." && pwd)
+device=${DEVICE:-cuda}
+limit=${LIMIT:-24}
+tokens=${TOKENS:-128}
+threads=${THREADS:-null}
+python=${PYTHON:-python}
+export HF_HUB_OFFLINE=1
+mkdir -p "$out"
+cd "$out"
+run() { # name, then what the command takes: one evaluation, its report in a folder of its own
+  local name=$1
+  shift
+  "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" recipe.trace=1 "$@" >"$out/$name.json" 2>"$out/$name.log" \
+    || echo "$name: exit code $?, see $name.log"
+  tail -n 12 "$out/$name.log"
+}
+
+"$python" - <<'PY' | tee environment.txt
+import torch, transformers
+print("torch", torch.__version__, "transformers", transformers.__version__)
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
+PY
+# The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
+run tiny_fp32 "draft.device=$device" "recipe.limit=$limit" "threads=$threads"
+run tiny_bf16 "draft.device=$device" "recipe.limit=$limit" "threads=$threads" target.dtype=bf16 draft.dtype=bf16
+run tiny_sampled "draft.device=$device" "recipe.limit=$limit" "threads=$threads" sampling.temperature=0.7
+
+if [ -s "${SPECPLUG_SMOLLM2:-}" ] && [ -s "${SPECPLUG_SPEC_BENCH:-}" ]; then
+  # bitsandbytes quantizes ordinary weights, so the GGUF file becomes some first.
+  [ -d smollm2 ] || "$python" - "$SPECPLUG_SMOLLM2" smollm2 <<'PY'
+import sys
+from specplug.config import Dtype, Model
+from specplug.models import load_target
+model, tokenizer = load_target(Model(name_or_path=sys.argv[1], dtype=Dtype.bf16, device="cpu"))
+model.save_pretrained(sys.argv[2])
+tokenizer.save_pretrained(sys.argv[2])
+PY
+  common=(target=custom "target.name_or_path=$out/smollm2" target.dtype=bf16 dataset=spec_bench
+    "dataset.path=$SPECPLUG_SPEC_BENCH" "recipe.limit=$limit" "sampling.max_new_tokens=$tokens" "threads=$threads")
+  run nf4_copy "${common[@]}" draft=same_as_target draft/quantization=nf4
+  run lookup "${common[@]}" draft=lookup
+  run suffix "${common[@]}" draft=suffix
+  run early_exit "${common[@]}" draft=early_exit draft.num_layers=10
+  [ -z "${SPECPLUG_DRAFT:-}" ] || run distilled "${common[@]}" draft=custom "draft.name_or_path=$SPECPLUG_DRAFT" draft.dtype=bf16
+  rm -rf smollm2
+else
+  echo "SPECPLUG_SMOLLM2 and SPECPLUG_SPEC_BENCH name no files: the embedded pair alone was run"
+fi
+folders=$(ls -d "$out"/*/ | while read -r each; do [ -s "$each/summary.json" ] && printf '%s,' "${each%/}"; done)
+"$python" -m specplug.cli recipe=compare "recipe.runs=[${folders%,}]" "hydra.run.dir=$out/compare" 2>&1 >/dev/null | tail -n 40
