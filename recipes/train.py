@@ -9,6 +9,7 @@ last checkpoint and comes to the same model.
 """
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from specplug.config import Config, Train
 from specplug.console import Bar, console
 from specplug.data import Row, load_rows
 from specplug.runs import begin, describe_environment
+
+log = logging.getLogger(__name__)
 
 
 def run(config: Config, folder: Path) -> int:
@@ -67,7 +70,11 @@ def split(config: Config, held_out: int) -> tuple[list[Row], list[Row]]:
     rows = load_rows(config.dataset)
     if config.dataset.corpus:
         return rows, load_rows(config.dataset, held_out, held_out=True) if held_out else []
-    held_out = min(held_out, len(rows) // 10)
+    if held_out > len(rows) // 10:
+        log.warning(
+            "recipe.held_out=%d: of %d rows at most a tenth is held out, %d", held_out, len(rows), len(rows) // 10
+        )
+        held_out = len(rows) // 10
     return rows[: len(rows) - held_out], rows[len(rows) - held_out :]
 
 

@@ -1,5 +1,6 @@
 """The `specplug` command: Hydra composes, `check` looks it over, a recipe runs. No torch until a recipe is chosen."""
 
+import errno
 import importlib
 import logging
 import os
@@ -28,6 +29,11 @@ def compose_and_run(composed: DictConfig) -> None:
         code = run_recipe(to_config(composed), Path(HydraConfig.get().runtime.output_dir))
     except ConfigError as error:  # caught in here, before Hydra has something to add
         fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        folder = HydraConfig.get().runtime.output_dir
+        fail(f"{folder}: cannot be written: {error.strerror}; make room, then go on with: specplug resume={folder}")
     except KeyboardInterrupt:
         print("specplug: interrupted", file=sys.stderr)
         sys.exit(STOPPED)

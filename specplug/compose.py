@@ -221,6 +221,9 @@ def check(config: Config) -> None:
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
+    if isinstance(recipe, Generate):
+        printable = recipe.prompt.encode(errors="replace").decode()
+        need(printable == recipe.prompt, "recipe.prompt", printable, "is no UTF-8 text; repair it")
     if isinstance(recipe, Theory):
         need(0 <= recipe.alpha <= 1, "recipe.alpha", recipe.alpha, "must be between 0 and 1")
         need(recipe.gamma >= 0, "recipe.gamma", recipe.gamma, "must be 0 or more")

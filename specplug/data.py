@@ -132,6 +132,7 @@ def to_rows(config: Dataset, record: dict[str, Any], number: int) -> list[Row]:
                     f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a turn that is"
                     " no text; each has to be one"
                 )
+            unicode(text, f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)}")
             before = turns[-1]
             turns.append(Row(f"{turns[0].id}.{len(turns) + 1}", text, None, before.category, before.id))
     return turns
@@ -186,7 +187,18 @@ def text_of(value: Any, config: Dataset, number: int, key: str) -> str:
             f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)} holds a {type(value).__name__};"
             " it has to be text, or a list of turns"
         )
-    return value
+    return unicode(value, f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)}")
+
+
+def unicode(text: str, what: str) -> str:
+    """The text, if it can be written as UTF-8: JSON may hold halves of characters. Raises ConfigError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{what} is no Unicode text: half a character at position {error.start + 1}; repair or leave it out"
+        ) from None
+    return text
 
 
 History = list[tuple[str, str]]  # earlier turns of a conversation: what was asked and what was answered

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from specplug.config import Distill, Loss
+from specplug.stats import ratio
 from specplug.training import IGNORED, Example, collate, example
 
 LOWEST = -1e4  # for the logarithm of nothing: exp() of it is 0, and 0 times it is 0
@@ -235,10 +236,11 @@ def trainer_for(recipe: Distill, teacher: PreTrainedModel | None, pad: int) -> C
 @torch.no_grad()
 def held_out_acceptance(
     target: PreTrainedModel, draft: PreTrainedModel, examples: list[Example], pad_token_id: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Expected acceptance on texts of the target: argmax agreement (temperature 0) and sum(min(p, q)) (temperature 1).
 
-    Each position is weighted alike, which is what alpha measures when the text is the target's own greedy text.
+    Each position is weighted alike, which is what alpha measures when the text is the target's own greedy text. None where
+    there is no text.
     """
     agree = overlap = count = 0.0
     for start in range(0, len(examples), 16):
@@ -254,4 +256,4 @@ def held_out_acceptance(
         agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
         overlap += torch.minimum(p, q).sum().item()
         count += positions.sum().item()
-    return {"agreement_at_0": agree / max(count, 1), "overlap_at_1": overlap / max(count, 1)}
+    return {"agreement_at_0": ratio(agree, count), "overlap_at_1": ratio(overlap, count)}

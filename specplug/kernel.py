@@ -8,6 +8,7 @@ rounding, as torch's own do between batch shapes.
 """
 
 import contextlib
+import copyreg
 import functools
 import logging
 import threading
@@ -49,12 +50,11 @@ def prepare(kernel: str, model: Any) -> None:
 def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
     modules = [] if kernel == "torch" or torch.get_num_threads() > 1 else _served(*models)
-    product = _compiled() if modules else None
-    if isinstance(product, str):
+    if modules and isinstance(_compiled(), str):
         modules = []
     try:
         for module in modules:
-            _enter(module, product)
+            _enter(module)
         yield bool(modules)
     finally:
         for module in modules:
@@ -66,11 +66,20 @@ _ENTERING = threading.Lock()
 _INSIDE: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 
 
-def _enter(module: nn.Module, product: Any) -> None:
+class FewRows(nn.Linear):
+    """What a layer is while a call is decoded. A copy of it, or what is read back from a pickle, is a plain layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(self, input)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (nn.Linear,), vars(self)  # type: ignore[attr-defined]
+
+
+def _enter(module: nn.Module) -> None:
     with _ENTERING:
         _INSIDE[module] = _INSIDE.get(module, 0) + 1
-        if "forward" not in vars(module):
-            module.forward = functools.partial(_forward, weakref.ref(module), product)
+        module.__class__ = FewRows
 
 
 def _leave(module: nn.Module) -> None:
@@ -78,7 +87,8 @@ def _leave(module: nn.Module) -> None:
         _INSIDE[module] -= 1
         if not _INSIDE[module]:
             del _INSIDE[module]
-            del module.forward
+            if type(module) is FewRows:
+                module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _served(*models: Any) -> list[nn.Module]:
@@ -87,7 +97,7 @@ def _served(*models: Any) -> list[nn.Module]:
 
 def _serves(module: Any) -> bool:
     """A plain linear layer: no subclass (quantized, an adapter's), no hooks, no forward of somebody else's."""
-    if type(module) is not nn.Linear or ("forward" in vars(module) and module not in _INSIDE):
+    if type(module) not in (nn.Linear, FewRows) or "forward" in vars(module):
         return False
     weight = module.weight
     return (
@@ -102,9 +112,10 @@ def _serves(module: Any) -> bool:
     )
 
 
-def _forward(module_ref: Any, product: Any, x: Tensor) -> Tensor:
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     """What `nn.Linear.forward` returns."""
-    module = module_ref()
+    product = _compiled()
+    assert not isinstance(product, str)  # else no layer would be of this class
     num_columns = x.shape[-1]
     num_rows = x.numel() // num_columns
     weight = module.weight

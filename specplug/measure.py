@@ -15,9 +15,10 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Rep
 from transformers.generation.streamers import BaseStreamer
 
 from specplug.cache import NAME, crop, prepare_for_crop
-from specplug.config import Config, first_line
+from specplug.config import Config, Walk, first_line
 from specplug.data import Row
 from specplug.drafters import Request
+from specplug.drafters.chain import ChainDrafter
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
@@ -189,6 +190,14 @@ def measure_passes(
     return dict(zip(sorted(set(widths)), by_width, strict=True)), plain, draft
 
 
+def member_counts(drafter: Any) -> dict[str, dict[str, int]]:
+    """What each member of a chain proposed so far, by its place and name; empty for other drafters."""
+    if not isinstance(drafter, ChainDrafter):
+        return {}
+    pairs = zip(drafter.members, drafter.counts, strict=True)
+    return {f"{place} {member.name}": dict(counts) for place, (member, counts) in enumerate(pairs, start=1)}
+
+
 class Sides:
     """The three ways to decode one prompt."""
 
@@ -226,12 +235,17 @@ class Sides:
 
     def sample(self, row: Row, ids: Tensor, seed: int) -> dict[str, Any]:
         """Everything that is kept of one prompt, ready for JSON."""
+        before = member_counts(self.plugin.drafter)
         measured = self.take_turns(ids, seed)
         plain, ours = measured["plain"], measured["speculative"]
         assert plain is not None and ours is not None and self.plugin.last is not None
         verdict = Verdict("not_compared")
         if not self.arguments["do_sample"]:
             verdict = compare(self.model, ids, plain.ids, ours.ids, self.processors)
+        elif isinstance(self.config.verify, Walk) and plain.ids == ours.ids:
+            verdict = Verdict(
+                "identical"
+            )  # drawn by the same random numbers; rounding may part others, at the edge of a race
         texts = {
             name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in measured.items() if side
         }
@@ -253,6 +267,11 @@ class Sides:
             }
         record["speculative"]["stats"] = self.plugin.last.to_dict()
         record["speculative"]["engine"] = self.plugin.last.engine
+        if before:
+            after = member_counts(self.plugin.drafter)
+            record["speculative"]["members"] = {
+                name: {key: counts[key] - before[name].get(key, 0) for key in counts} for name, counts in after.items()
+            }
         record["speculative"]["speculative_decoding"] = self.plugin.last.speculative_decoding()
         return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
 

@@ -187,7 +187,7 @@ def predicted(summary: dict[str, Any]) -> Plot | None:
             values = [part[key] for _, part in shown]
             axes.plot(
                 values, range(len(shown)), marker, label=label, markeredgecolor=edge, markerfacecolor=face,
-                markersize=6, markeredgewidth=1.5,
+                markersize=6, markeredgewidth=1.5, clip_on=False,
             )  # fmt: skip
         _rows(axes, [name for name, _ in shown])
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))

@@ -49,7 +49,8 @@ class RunFiles(NamedTuple):
 def read_run(folder: Path, bootstrap: int | None = None) -> RunFiles:
     """Read config.json, environment.json, costs.json, samples.jsonl and trace.jsonl. Raises OSError, ValueError, KeyError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    samples = read_samples(folder / "samples.jsonl")
+    # By id, whatever has happened to the file: a prompt counts once.
+    samples = list({sample["id"]: sample for sample in read_samples(folder / "samples.jsonl")}.values())
     costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
     bootstrap = config["recipe"]["bootstrap"] if bootstrap is None else bootstrap
     summary = summarize(samples, costs, bootstrap, config["seed"])
@@ -98,6 +99,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "num_accepted": stats.num_accepted,
         "num_tested": stats.num_tested,
         "mean_gamma": mean_gamma,
+        "members": members(samples),
         "drafted_histogram": {str(gamma): rounds for gamma, rounds in sorted(stats.drafted.items())},
         "cost_coefficient": costs["cost_coefficient"],
         "width_cost": costs["width_cost"],
@@ -159,6 +161,15 @@ def interval(samples: list[Sample], over: str, bootstrap: int, seed: int) -> lis
     return [ratios[int(0.025 * bootstrap)], ratios[min(int(0.975 * bootstrap), bootstrap - 1)]]
 
 
+def members(samples: list[Sample]) -> dict[str, dict[str, int]]:
+    """Of a chain's members: proposals made, drafts in them, drafts kept."""
+    total: dict[str, Counter[str]] = {}
+    for sample in samples:
+        for name, counts in sample["speculative"].get("members", {}).items():
+            total.setdefault(name, Counter()).update(counts)
+    return {name: {key: counts[key] for key in ("proposals", "drafts", "kept")} for name, counts in total.items()}
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
@@ -172,6 +183,8 @@ def verdict(summary: dict[str, Any]) -> str:
     if counts["not_compared"] == summary["num_samples"]:
         return "sampled, so not compared token by token"
     parts = [f"{counts[kind]} {kind}" for kind in ("identical", "tie", "mismatch")]
+    if counts["not_compared"]:  # sampled under verify=walk: equal ids show themselves, others are not looked into
+        parts = [f"{counts['identical']} sampled answers identical"]
     return f"{', '.join(parts)} of {summary['num_samples']}"
 
 
@@ -211,14 +224,18 @@ def headline(summary: dict[str, Any]) -> list[str]:
     lines.append(f"output: {verdict(summary)}")
     lines.append(
         f"alpha {number(summary['alpha'], 3)}, {number(summary['mean_acceptance_length'])} tokens per target pass, "
-        f"a draft step costs {number(summary['cost_coefficient'], 3)} of a target step, "
-        f"a target pass {number(summary['width_cost'])} of one"
+        f"a draft step costs {number(summary['cost_coefficient'], 3)} of a plain step of the target, "
+        f"a target pass {number(summary['width_cost'])}"
     )
     drafted = {int(gamma): rounds for gamma, rounds in summary["drafted_histogram"].items()}
     if len(drafted) > 1 and summary["num_rounds"]:
         lines.append(
             f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {max(drafted, key=drafted.__getitem__)}, "
             f"none in {100 * drafted.get(0, 0) / summary['num_rounds']:.0f} % of the rounds"
+        )
+    for name, counts in summary["members"].items():
+        lines.append(
+            f"{name}: {counts['proposals']} proposals, {counts['drafts']} drafts, {counts['kept']} of them kept"
         )
     lines.append(
         f"predicted {number(summary['predicted_speedup'])}x by the formula, "

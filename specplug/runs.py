@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from specplug.config import Config, ConfigError, to_dict
 
 PACKAGES = (
@@ -49,14 +51,30 @@ class Run:
         self.samples.close()
 
 
+_LOCKS: dict[Path, FileLock] = {}  # held until this process ends, however it ends
+
+
+def claim(folder: Path) -> None:
+    """Keep other processes out of the folder. Raises ConfigError if one is at work in it."""
+    lock = _LOCKS.setdefault(folder.resolve(), FileLock(folder / ".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"{folder}: another process is at work in it; wait for it, or choose another folder with hydra.run.dir=DIR"
+        ) from None
+
+
 def begin(folder: Path, config: Config, environment: dict[str, Any]) -> None:
     """Write down what is run and where; or, with `resume`, make sure that it is what was begun. Raises ConfigError."""
     if config.resume is not None:
         refuse_other_config(folder, config)
+        claim(folder)
     elif (folder / "config.json").exists():
         raise ConfigError(f"{folder}: holds a run already; take resume={folder} or another hydra.run.dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        claim(folder)
         write_json(folder / "config.json", to_dict(config))
         write_json(folder / "environment.json", environment)
     except OSError as error:

@@ -273,10 +273,11 @@ def fit(
     if progress.interrupted:
         raise KeyboardInterrupt
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    mean = [entry for entry in trainer.state.log_history if "train_loss" in entry]  # over all steps, of short runs
     held = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert isinstance(trainer.model, PreTrainedModel)
     facts: dict[str, Any] = {
-        "train_loss": losses[-1]["loss"] if losses else None,
+        "train_loss": losses[-1]["loss"] if losses else mean[-1]["train_loss"] if mean else None,
         "held_out_loss": held[-1]["eval_loss"] if held else None,
         "steps": trainer.state.global_step,
     }

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import specplug
 from specplug.config import ConfigError, Dataset
 from specplug.data import Row, load_rows, prompt_ids
 
@@ -133,3 +134,12 @@ def test_special_tokens_are_added_once(tiny_pipeline):
     assert tokenizer.decode(ids) == "<|user|>Hello<|end|><|assistant|>"
     plain = prompt_ids(tokenizer, Row("0", "Hello", None), Dataset(name="d", chat=False))
     assert tokenizer.decode(plain) == "Hello"
+
+
+def test_half_a_character_is_one_line(tmp_path):
+    file = tmp_path / "half.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": "\\ud83d hi"}\n')
+    with pytest.raises(ConfigError, match=r"row 2 of .* half a character at position 1"):
+        load_rows(Dataset(name="d", path=str(file)))
+    with pytest.raises(ConfigError, match=r"recipe\.prompt=.*no UTF-8"):
+        specplug.load("recipe=generate", "recipe.prompt='\udcff bad'")

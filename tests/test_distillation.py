@@ -253,3 +253,7 @@ def test_prune_says_what_cannot_be_pruned(tmp_path):
     with pytest.raises(ConfigError, match="has 10 layers"):
         run_recipe(specplug.load("recipe=prune", "recipe.num_layers=12"), tmp_path)
     assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_what_was_not_measured_is_no_figure(llama, llama_draft):
+    assert distillation.held_out_acceptance(llama, llama_draft, [], 0) == {"agreement_at_0": None, "overlap_at_1": None}

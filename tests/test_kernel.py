@@ -1,5 +1,7 @@
 """The linear layer for a few rows: the same product as torch's, swapped in for the length of a call and for nothing else."""
 
+import copy
+import io
 import threading
 
 import pytest
@@ -42,10 +44,10 @@ def test_rows_of_any_shape(shape, bias):
     with torch.no_grad():
         expected = module(x)
         with kernel.swapped("auto", module) as any_served:
-            assert any_served and "forward" in vars(module)
+            assert any_served and type(module) is kernel.FewRows
             torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(module(x.expand(2, *x.shape)[1]), expected, atol=1e-5, rtol=1e-5)
-    assert "forward" not in vars(module)
+    assert type(module) is nn.Linear
 
 
 def test_what_is_not_served_is_torchs_bit_by_bit():
@@ -87,10 +89,10 @@ def test_threads_share_a_model():
     inside.wait(10)
     with kernel.swapped("auto", module), torch.no_grad():
         module(x)
-    assert "forward" in vars(module), "another call is still inside"
+    assert type(module) is kernel.FewRows, "another call is still inside"
     may_leave.set()
     thread.join()
-    assert "forward" not in vars(module) and module not in kernel._INSIDE
+    assert type(module) is nn.Linear and module not in kernel._INSIDE
 
 
 def test_a_call_swaps_and_gives_back(monkeypatch):
@@ -98,7 +100,7 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     draft = noisy_copy(target)
     calls = []
     forward = kernel._forward
-    monkeypatch.setattr(kernel, "_forward", lambda *args: calls.append(args[0]()) or forward(*args))
+    monkeypatch.setattr(kernel, "_forward", lambda *args: calls.append(args[0]) or forward(*args))
     call = {"do_sample": False, "max_new_tokens": 20}
     plain = target.generate(prompt(), **call)
     assert not calls
@@ -107,7 +109,7 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
             assert torch.equal(target.generate(prompt(), **call), plain)
         assert {id(each) for each in calls} >= {id(target.lm_head), id(draft.lm_head)}
         calls.clear()
-    assert not any("forward" in vars(module) for model in (target, draft) for module in model.modules())
+    assert not any(type(module) is kernel.FewRows for model in (target, draft) for module in model.modules())
     with specplug.attach(target, draft, gamma=3, kernel="torch"):
         target.generate(prompt(), **call)
     assert not calls
@@ -120,7 +122,7 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
 
     with specplug.attach(target, draft, gamma=3), pytest.raises(Stop):
         target.generate(prompt(), logits_processor=[stopping], **call)
-    assert not any("forward" in vars(module) for module in target.modules())
+    assert not any(type(module) is kernel.FewRows for module in target.modules())
 
 
 def test_a_choice_that_cannot_be_served_is_one_line(monkeypatch):
@@ -142,3 +144,19 @@ def test_a_choice_that_cannot_be_served_is_one_line(monkeypatch):
         specplug.attach(target, kernel="numba")
     with kernel.swapped("auto", target) as any_served:
         assert not any_served
+
+
+def test_a_copy_made_during_a_call_is_a_plain_model():
+    module, x = linear(), torch.randn(4, 40)
+    with kernel.swapped("auto", module), torch.no_grad():
+        stored = io.BytesIO()
+        torch.save(module, stored)
+        stored.seek(0)
+        copies = [copy.deepcopy(module), copy.copy(module), torch.load(stored, weights_only=False)]
+        for each in copies:
+            assert type(each) is nn.Linear and "forward" not in vars(each)
+            torch.testing.assert_close(each(x), module(x), atol=1e-5, rtol=1e-5)
+        copies[0].weight.zero_()
+        assert not torch.equal(copies[0](x), module(x)), "it multiplies by the weights of the original"
+        assert type(module) is kernel.FewRows
+    assert type(module) is nn.Linear

@@ -276,3 +276,15 @@ def test_a_conversation_that_becomes_too_long_is_left_out(tmp_path, capsys, capl
     assert run_recipe(specplug.load(*arguments, "recipe.trace=0"), tmp_path / "run") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_samples"] == 1
     assert caplog.text.count("left out") == 2
+
+
+def test_a_report_counts_the_members_of_a_chain(tmp_path, capsys):
+    arguments = ("recipe.limit=2", "recipe.warmup=1", "recipe.compare_assisted=false", "draft.before=suffix")
+    fixed = ("schedule=fixed", "schedule.gamma=3", "sampling.max_new_tokens=48", "recipe.trace=0")
+    assert run_recipe(specplug.load(*arguments, *fixed), tmp_path / "run") == 0
+    said = capsys.readouterr()
+    summary = json.loads(said.out.splitlines()[-1])
+    assert list(summary["members"]) == ["1 suffix", "2 model"]
+    assert sum(each["drafts"] for each in summary["members"].values()) == summary["num_draft_tokens"]
+    assert sum(each["kept"] for each in summary["members"].values()) == summary["num_accepted"]
+    assert "1 suffix: " in said.err and "of them kept" in said.err

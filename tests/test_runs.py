@@ -1,12 +1,14 @@
 """Run folders: flushed samples, half a line, going on, and refusing another configuration."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 import specplug
 from specplug.config import ConfigError
-from specplug.runs import Run, read_samples
+from specplug.runs import Run, claim, read_samples
 
 
 def config(*overrides):
@@ -59,3 +61,34 @@ def test_what_is_written_down(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
     saved = json.loads((tmp_path / "environment.json").read_text())
     assert saved["versions"]["transformers"] and saved["threads"] >= 1 and saved["command"][0] == "specplug"
+
+
+def test_another_process_in_the_same_folder_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    hold = "import sys, pathlib; from specplug.runs import claim; claim(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
+    folder.mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match="another process is at work in it"):
+        claim(folder)
+    other.kill()
+    other.communicate()
+    claim(folder)  # a process that was killed holds nothing
+    claim(folder)
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    """As the command meets it, in a file system of a few kilobytes; where none can be had, a write that fails alike."""
+    code = (
+        "import errno, sys\n"
+        "from specplug import cli, runs\n"
+        "def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "runs.Run.append = full\n"
+        "cli.main()\n"
+    )
+    command = [sys.executable, "-c", code, "recipe.limit=1", "recipe.warmup=0", "sampling.max_new_tokens=8"]
+    done = subprocess.run([*command, f"hydra.run.dir={tmp_path / 'run'}"], check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"No space left on device; make room, then go on with: specplug resume={tmp_path / 'run'}" in done.stderr
