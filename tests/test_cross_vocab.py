@@ -153,7 +153,7 @@ def drafter_of(lettered, method, kind=CrossVocabDrafter):
 
 
 @pytest.mark.parametrize("method", ["intersection", "string"])
-@pytest.mark.parametrize("settings", ["plain", "temperature 0.7", "temperature 1.5, top-k", "repetition penalty"])
+@pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k"])
 def test_samples_have_the_law_of_the_target(lettered, method, settings):
     law = exact_law(lettered[0], SETTINGS[settings])
     assert pvalue(sampled_counts(lettered[0], drafter_of(lettered, method), SETTINGS[settings]), law) > 1e-6
