@@ -55,5 +55,12 @@ PY
 else
   echo "SPECPLUG_SMOLLM2 and SPECPLUG_SPEC_BENCH name no files: the embedded pair alone was run"
 fi
-folders=$(ls -d "$out"/*/ | while read -r each; do [ -s "$each/summary.json" ] && printf '%s,' "${each%/}"; done)
-"$python" -m specplug.cli recipe=compare "recipe.runs=[${folders%,}]" "hydra.run.dir=$out/compare" 2>&1 >/dev/null | tail -n 40
+for kind in tiny smollm2; do # each target's runs side by side
+  folders=
+  for each in "$out"/*/; do
+    case "$(basename "$each")" in tiny_*) of=tiny ;; *) of=smollm2 ;; esac
+    [ "$of" = "$kind" ] && [ -s "$each/summary.json" ] && folders+="${each%/},"
+  done
+  [[ "${folders%,}" != *,* ]] \
+    || "$python" -m specplug.cli recipe=compare "recipe.runs=[${folders%,}]" "hydra.run.dir=$out/compare_$kind" 2>&1 >/dev/null | tail -n 40
+done
