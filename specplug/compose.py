@@ -187,7 +187,6 @@ def check(config: Config) -> None:
         "must be 1 or more, or null for torch's choice",
     )
     d = config.draft
-    problems += unread(d)
     need(
         1 <= d.min_ngram <= d.max_ngram,
         "draft.min_ngram",
@@ -199,6 +198,8 @@ def check(config: Config) -> None:
     if d.drafter is Drafter.plugin:
         need(d.plugin is not None, "draft.plugin", "null", "give package.module:callable, or an entry point's name")
     need(0 <= d.min_probability <= 1, "draft.min_probability", d.min_probability, "must be between 0 and 1")
+    said = tuple(problem.partition("=")[0] for problem in problems)
+    problems += [each for each in unread(d) if each.partition("=")[0] not in said]
     if isinstance(recipe, Evaluate):
         need(
             recipe.limit is None or recipe.limit >= 1,

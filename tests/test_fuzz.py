@@ -1,5 +1,6 @@
 """Random calls with and without the plugin; see fuzz.py, which is a command too."""
 
+import logging
 import random
 
 import fuzz
@@ -12,7 +13,11 @@ CASES = 500
 
 @pytest.fixture(autouse=True)
 def quiet():
+    logger = logging.getLogger("specplug")
+    before = logger.level
     fuzz.quiet()
+    yield
+    logger.setLevel(before)  # other tests read what is logged
 
 
 def test_random_calls_agree(capsys):

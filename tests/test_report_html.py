@@ -103,7 +103,7 @@ def test_the_result_is_said_first(report, small_run):
     assert texts(report, "#categories tbody th") == ["story", "qa", "rewrite", "all"]
     environment = json.loads((small_run / "environment.json").read_text())
     assert environment["device"] in text(report, "#how") and environment["versions"]["torch"] in text(report, "#how")
-    assert text(report, "#how pre").startswith("specplug ")
+    assert text(report, "#how pre").startswith("specplug")
 
 
 def outside(browser, svg: str) -> list[str]:
