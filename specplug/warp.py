@@ -19,7 +19,8 @@ def _known(*names: str) -> frozenset[type]:
     return frozenset(getattr(library, name) for name in names if hasattr(library, name))
 
 
-POINTWISE = _known(
+# Shape a distribution whatever its tokens are called: they also serve a draft that numbers its tokens otherwise.
+NAMELESS = _known(
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
@@ -27,6 +28,8 @@ POINTWISE = _known(
     "TypicalLogitsWarper",
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
+)
+POINTWISE = NAMELESS | _known(
     "SuppressTokensLogitsProcessor",
     "LogitNormalization",
     "InfNanRemoveLogitsProcessor",

@@ -12,29 +12,16 @@ import dataclasses
 from typing import Any
 
 import torch
-import transformers.generation.logits_process as library
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
+from specplug import warp
 from specplug.drafters import Proposal, Request, RowProposals
 from specplug.drafters.model import ModelDrafter, ModelRowSession
 from specplug.drafters.translate import TAIL, Reading, Translation
 from specplug.verify import race
 
 METHODS = ("auto", "intersection", "string")
-# What shapes a distribution whatever its tokens are called; the others know the target's ids.
-NAMELESS = tuple(
-    getattr(library, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-    )
-)
 
 
 class CrossVocabDrafter(ModelDrafter):
@@ -69,7 +56,7 @@ class CrossVocabDrafter(ModelDrafter):
 
 class CrossVocabSession(ModelRowSession):
     def __init__(self, drafter: CrossVocabDrafter, request: Request, num_rows: int) -> None:
-        nameless = LogitsProcessorList([each for each in request.processors if type(each) in NAMELESS])
+        nameless = LogitsProcessorList([each for each in request.processors if type(each) in warp.NAMELESS])
         own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size, noise=None)
         super().__init__(drafter, own, num_rows)
         self.translation, self.target_vocab_size = drafter.translation, request.vocab_size
