@@ -20,7 +20,7 @@ from specplug.stats import ratio
 from specplug.training import IGNORED, Example, collate, example
 
 LOWEST = -1e4  # for the logarithm of nothing: exp() of it is 0, and 0 times it is 0
-HALF = 0.6931471805599453  # ln 2
+LN_2 = 0.6931471805599453
 
 
 def forward_kl(target: Tensor, draft: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def reverse_kl(target: Tensor, draft: Tensor) -> Tensor:
 
 def jsd(target: Tensor, draft: Tensor) -> Tensor:
     """Jensen-Shannon divergence: each one's KL to the mean of both, halved and added."""
-    mean = torch.logaddexp(target, draft) - HALF
+    mean = torch.logaddexp(target, draft) - LN_2
     return (forward_kl(target, mean) + forward_kl(draft, mean)) / 2
 
 
@@ -201,7 +201,7 @@ class DistillTrainer(Trainer):
         smaller = torch.minimum(target, draft).exp()
         overlap = smaller.sum() if ids is None else smaller[:, :-1].sum()
         agree = (logits.argmax(-1) == best).sum()
-        self.held_out += torch.stack([agree, overlap, torch.tensor(len(logits))]).float().cpu()
+        self.held_out += torch.tensor([float(agree), float(overlap), float(len(logits))])  # wherever the model is
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.held_out = torch.zeros(3)

@@ -381,7 +381,8 @@ def attach(
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
             "lookahead" also gives equal ids under the same seed when sampling.
         kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
-            positions of a pass, see kernel.py; "torch" keeps torch's, "numba" raises where ours cannot be had.
+            positions of a pass, see kernel.py; "torch" keeps torch's, "numba" raises where ours cannot be had. As a logits processor
+            the plugin leaves linear layers as they are.
         config: a `Config` from `specplug.load()`, for what is not given here.
     Raises:
         ValueError: draft and target do not fit, or a value is not allowed; the text says what is.
