@@ -76,6 +76,13 @@ class Kernel(Enum):
     numba = "numba"
 
 
+class Graph(Enum):
+    """Whether passes that come up again and again are recorded and replayed."""
+
+    capture = "capture"
+    off = "off"
+
+
 class Texts(Enum):
     """What a draft is distilled on."""
 
@@ -348,6 +355,7 @@ class Config:
     dataset: Dataset = field(default_factory=Dataset)
     recipe: Recipe = MISSING
     kernel: Kernel = Kernel.auto
+    graph: Graph = Graph.capture
     seed: int = 0
     threads: int | None = None
     resume: str | None = None

@@ -69,7 +69,9 @@ class FewRows(nn.Linear):
     """What a layer is while a call is decoded. A copy of it, or what is read back from a pickle, is a plain layer."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _forward(self, input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return nn.functional.linear(input, self.weight, self.bias)
+        return torch.ops.specplug.few_rows(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), vars(self)
@@ -111,28 +113,30 @@ def _serves(module: Any) -> bool:
     )
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """What `nn.Linear.forward` returns."""
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `F.linear` returns."""
     product = _compiled()
-    assert not isinstance(product, str)  # else no layer would be of this class
     num_columns = x.shape[-1]
     num_rows = x.numel() // num_columns
-    weight = module.weight
     if (
-        not 1 <= num_rows <= MAX_ROWS
+        isinstance(product, str)
+        or not 1 <= num_rows <= MAX_ROWS
         or x.dtype is not torch.float32
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
         or torch.get_num_threads() > 1
-        or torch.compiler.is_compiling()
     ):
-        return nn.functional.linear(x, weight, module.bias)
+        return nn.functional.linear(x, weight, bias)
     out = torch.empty((num_rows, weight.shape[0]))
     rows = x.reshape(num_rows, num_columns).contiguous()
-    product(rows.detach().numpy(), weight.detach().numpy(), out.numpy())
-    if module.bias is not None:
-        out += module.bias
+    product(rows.numpy(), weight.detach().numpy(), out.numpy())
+    if bias is not None:
+        out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+# An operator of torch, so that capture.py can write it down.
+LIBRARY = torch.library.Library("specplug", "FRAGMENT")
+LIBRARY.define("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.impl("few_rows", _few_rows, "CPU")
 
 
 @functools.cache

@@ -99,8 +99,8 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     target = make_model()
     draft = noisy_copy(target)
     calls = []
-    forward = kernel._forward
-    monkeypatch.setattr(kernel, "_forward", lambda *args: calls.append(args[0]) or forward(*args))
+    forward = kernel.FewRows.forward
+    monkeypatch.setattr(kernel.FewRows, "forward", lambda *args: calls.append(args[0]) or forward(*args))
     call = {"do_sample": False, "max_new_tokens": 20}
     plain = target.generate(prompt(), **call)
     assert not calls

@@ -7,12 +7,13 @@ A `Drafter` can be shared by threads and calls: it holds what does not change. E
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from specplug.capture import Capture
 from specplug.config import first_line
 from specplug.noise import Noise
 from specplug.schedule import Plan
@@ -45,6 +46,7 @@ class Request:
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
+    capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
 
 
 class Session(Protocol):
