@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 KERNELS = ("auto", "torch", "numba")
 MAX_ROWS = 17
-MIN_WEIGHTS = 1 << 16  # below this many weights the call costs more than it saves
+MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
 TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
 
 
@@ -116,7 +116,7 @@ def _serves(module: Any) -> bool:
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `F.linear` returns."""
     product = _compiled()
-    num_columns = x.shape[-1]
+    num_columns, num_out = x.shape[-1], weight.shape[0]
     num_rows = x.numel() // num_columns
     if (
         isinstance(product, str)
@@ -125,12 +125,12 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         or torch.get_num_threads() > 1
     ):
         return nn.functional.linear(x, weight, bias)
-    out = torch.empty((num_rows, weight.shape[0]))
-    rows = x.reshape(num_rows, num_columns).contiguous()
-    product(rows.numpy(), weight.detach().numpy(), out.numpy())
+    out = torch.empty((*x.shape[:-1], num_out))
+    rows = x.contiguous()
+    product(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_columns, num_out)
     if bias is not None:
         out += bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out
 
 
 # An operator of torch, so that capture.py can write it down.
@@ -143,7 +143,7 @@ LIBRARY.impl("few_rows", _few_rows, "CPU")
 def _compiled() -> Callable[..., None] | str:
     """Compiled and checked once a process; or the reason why there is none."""
     try:
-        from specplug.skinny import product
+        from specplug.skinny import product_at as product
     except ImportError as error:
         return f"numba cannot be imported ({first_line(error)})"
     try:
@@ -168,7 +168,7 @@ def self_check(product: Callable[..., None]) -> float:
             x = torch.randn((num_rows, num_in), generator=generator)
             weight = torch.randn((num_out, num_in), generator=generator)
             out = torch.full((num_rows, num_out), float("nan"))
-            product(x.numpy(), weight.numpy(), out.numpy())
+            product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_in, num_out)
             scale = x.norm(dim=-1)[:, None] * weight.norm(dim=-1)[None]
             largest = max(largest, float(((out - x @ weight.T).abs() / scale).nan_to_num(float("inf")).max()))
     return largest
