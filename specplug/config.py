@@ -76,6 +76,13 @@ class Kernel(Enum):
     numba = "numba"
 
 
+class Criterion(Enum):
+    """How sure a draft model is: its highest probability, or 1 - sqrt(entropy in nats)."""
+
+    probability = "probability"
+    entropy = "entropy"
+
+
 class Graph(Enum):
     """Whether passes that come up again and again are recorded and replayed."""
 
@@ -168,10 +175,11 @@ class Fixed(Schedule):
 
 @dataclass
 class Confidence(Schedule):
-    """Up to gamma tokens, fewer where the draft model's highest probability falls below the threshold."""
+    """Up to gamma tokens, fewer where the draft model is less sure than the threshold: its highest probability, or 1 - sqrt(entropy)."""
 
     gamma: int = 8
     threshold: float = 0.4
+    criterion: Criterion = Criterion.probability
 
 
 @dataclass

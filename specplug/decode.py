@@ -145,6 +145,7 @@ def decode(
         for_draft,
         outputs.logits.shape[-1],
         schedule.min_confidence,
+        schedule.criterion,
         cache,
         synchronize,
         noise,

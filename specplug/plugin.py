@@ -353,7 +353,7 @@ def make_schedule(config: Config) -> Schedule:
     if isinstance(schedule, Fixed):
         return FixedSchedule(schedule.gamma)
     if isinstance(schedule, Confidence):
-        return ConfidenceSchedule(schedule.gamma, schedule.threshold)
+        return ConfidenceSchedule(schedule.gamma, schedule.threshold, schedule.criterion.value)
     assert isinstance(schedule, Adaptive)
     return AdaptiveSchedule(schedule.max_gamma, schedule.frozen)
 

@@ -35,7 +35,7 @@ from specplug.cache import NAME
 from specplug.drafters import Proposal
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter
-from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
+from specplug.schedule import CRITERIA, AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
 VOCAB = 48
 LETTERS = string.ascii_letters
@@ -349,7 +349,7 @@ def schedule_of(case: dict):
     if case["schedule"] == "adaptive":
         return AdaptiveSchedule(max(case["gamma"], 1))
     if case["schedule"] == "confidence":
-        return ConfidenceSchedule(case["gamma"], 0.3)
+        return ConfidenceSchedule(case["gamma"], 0.3, CRITERIA[case["prompt_seed"] % 2])
     return FixedSchedule(case["gamma"])
 
 

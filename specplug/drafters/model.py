@@ -89,7 +89,7 @@ class Forward:
         if not self.request.do_sample and not self.request.min_confidence and noise is None:
             return scores.argmax(-1)
         drawn_from = warp.to_probs(scores)
-        if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
+        if self.request.unsure(drawn_from):
             return None
         if noise is not None:
             return race(drawn_from, noise.of(rows, lengths, drawn_from))
