@@ -80,7 +80,7 @@ class Passes:
             return ordinary()
         recording = self._recordings[width, torch.is_inference_mode_enabled()]
         if recording.ready:
-            logits, *held = recording.replay(*_inputs(ids, cache), *self._weights)
+            logits, *held = recording.run(_inputs(ids, cache), self._weights)
             for layer, keys, values in zip(cache.layers, held[::2], held[1::2], strict=True):
                 layer.keys, layer.values = keys, values
             return logits
@@ -112,17 +112,23 @@ class Recording:
         """Record, or return a replay that is to be compared."""
         length = inputs[-1].shape[-2]
         with RECORDING:
-            if self.replay is None:
-                try:
+            try:
+                if self.replay is None:
                     self.replay, self.recorded_at = record(model, inputs), length
-                except Exception as error:  # whatever a model does that cannot be recorded
-                    self._refuse(f"{type(model).__name__}: {first_line(error)}")
-                return None
-            if length == self.recorded_at:  # what was recorded at one length has to be right at another
-                return None
-            for _ in range(3):  # what torch makes of a recording settles with its second run
-                replayed = self.replay(*inputs, *weights)
-            return list(replayed)
+                elif length != self.recorded_at:  # what was recorded at one length has to be right at another
+                    for _ in range(3):  # what torch makes of a recording settles with its second run
+                        replayed = self.run(inputs, weights)
+                    return replayed
+            except Exception as error:  # whatever a model does that cannot be recorded
+                self._refuse(f"{type(model).__name__}: {first_line(error)}")
+            return None
+
+    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
+        """Logits, and keys and values of each layer."""
+        if inputs[0].device.type == "cpu":
+            return list(self.replay(*inputs, *weights))
+        with torch.jit.optimized_execution(False):  # no fusing of operations: it compiles for long, and rounds otherwise
+            return list(self.replay(*inputs, *weights))
 
     def check(self, replayed: list[Tensor], expected: list[Tensor]) -> None:
         if len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
