@@ -25,7 +25,7 @@ from specplug.data import History, Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
-from specplug.pipelines import pipeline_from
+from specplug.pipelines import length_filter, pipeline_from
 from specplug.report import headline, rows, so_far, write_reports
 from specplug.runs import Run, append_line, describe_environment, drop_partial_line, read_samples, write_json
 from specplug.schedule import AdaptiveSchedule
@@ -38,7 +38,7 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Evaluate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: evaluate compares a draft with plain decoding; name a draft, or draft=lookup")
-    samples = load_rows(config.dataset, recipe.limit, all_turns=True)
+    samples = load_rows(config.dataset, recipe.limit, all_turns=True, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     plugin.synchronize = True
     model, tokenizer = pipe.model, pipe.tokenizer

@@ -26,6 +26,7 @@ from specplug.config import (
     Confidence,
     Config,
     ConfigError,
+    Dataset,
     Distill,
     Draft,
     Drafter,
@@ -144,6 +145,37 @@ def unread(draft: Draft) -> list[str]:
     ]
 
 
+def dataset_problems(config: Config) -> list[str]:
+    """What is out of range in the data set's values, or would be ignored."""
+    d = config.dataset
+    problems = []
+
+    def need(holds: bool, name: str, allowed: str) -> None:
+        if not holds:
+            problems.append(f"dataset.{name}={getattr(d, name)}: {allowed}")
+
+    need(d.few_shot >= 0, "few_shot", "must be 0 (none) or more examples")
+    for name in ("few_shot_path", "few_shot_split"):
+        need(getattr(d, name) is None or d.few_shot > 0, name, "nothing reads it without dataset.few_shot=N")
+    need(not (d.few_shot_path and d.few_shot_split), "few_shot_split", "give it or dataset.few_shot_path, not both")
+    need(
+        d.few_shot_split is None or d.path is None, "few_shot_split", "a file has no splits; take dataset.few_shot_path"
+    )
+    need(not (d.few_shot and d.text_column), "few_shot", "plain text has no examples; leave it out")
+    need(d.shuffle_buffer >= 1, "shuffle_buffer", "must be 1 or more rows")
+    for name in ("shuffle_seed", "shuffle_buffer"):
+        same = getattr(d, name) == getattr(Dataset(), name)
+        need(same or d.shuffle, name, "nothing reads it without dataset.shuffle=true")
+    for name in ("min_prompt_tokens", "max_prompt_tokens"):
+        value = getattr(d, name)
+        need(value is None or value >= 1, name, "must be 1 or more, or null")
+        if isinstance(config.recipe, Training):
+            need(value is None, name, "nothing reads it while training, where recipe.max_length cuts")
+    if d.min_prompt_tokens and d.max_prompt_tokens:
+        need(d.min_prompt_tokens <= d.max_prompt_tokens, "min_prompt_tokens", "must be at most max_prompt_tokens")
+    return problems
+
+
 def check(config: Config) -> None:
     """Raise ConfigError that lists every value out of range: the key, what was given, what is allowed, what to do."""
     problems: list[str] = []
@@ -198,6 +230,7 @@ def check(config: Config) -> None:
     if d.drafter is Drafter.plugin:
         need(d.plugin is not None, "draft.plugin", "null", "give package.module:callable, or an entry point's name")
     need(0 <= d.min_probability <= 1, "draft.min_probability", d.min_probability, "must be between 0 and 1")
+    problems += dataset_problems(config)
     said = tuple(problem.partition("=")[0] for problem in problems)
     problems += [each for each in unread(d) if each.partition("=")[0] not in said]
     if isinstance(recipe, Evaluate):

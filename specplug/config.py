@@ -213,8 +213,10 @@ class Sampling:
 
 @dataclass
 class Dataset:
+    """Rows to evaluate or to train on. Column names may go into nested columns by dots: translation.de."""
+
     name: str = MISSING
-    path: str | None = None
+    path: str | None = None  # a file; read instead of the hub where both are given
     hub: str | None = None
     subset: str | None = None
     split: str = "test"
@@ -228,9 +230,18 @@ class Dataset:
     category_column: str | None = None
     text_column: str | None = None
     categories: list[str] = field(default_factory=list)
-    template: str | None = None
+    template: str | None = None  # {prompt} and the record's columns
     system: str | None = None
     chat: bool = True
+    few_shot: int = 0  # solved examples before each prompt: of few_shot_path or few_shot_split, else the first rows
+    few_shot_path: str | None = None
+    few_shot_split: str | None = None
+    shuffle: bool = False
+    shuffle_seed: int = 0
+    shuffle_buffer: int = 10000  # rows held to draw from; the set is streamed
+    min_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    placeholder: str | None = None  # prompts that begin so were not filled in
     answer: Answer = Answer.full
     scored: bool = False
 

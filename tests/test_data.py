@@ -53,7 +53,7 @@ def test_spec_bench_columns(tmp_path):
 
 WRONG = {
     "no such file": (Dataset(name="d", path="/nowhere/rows.jsonl"), "dataset.path=/nowhere/rows.jsonl: no such file"),
-    "not a jsonl name": (Dataset(name="d", path=__file__), "not a JSONL file"),
+    "not a jsonl name": (Dataset(name="d", path=__file__), "not a file of a known kind; allowed endings are .jsonl"),
     "a folder": (Dataset(name="d", path="/"), "is a folder"),
     "nothing named": (Dataset(name="d"), "dataset.path=FILE"),
 }
