@@ -19,12 +19,13 @@ import torch
 from rich.text import Text
 
 from specplug import measure
-from specplug.config import Config, ConfigError, Drafter, Evaluate
+from specplug.config import Config, ConfigError, Drafter, Evaluate, Metric
 from specplug.console import Bar, console, table_of
 from specplug.data import History, Row, load_rows, prompt_ids
 from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
+from specplug.metrics.scoring import Scorer
 from specplug.pipelines import length_filter, pipeline_from
 from specplug.report import headline, rows, so_far, write_reports
 from specplug.runs import Run, append_line, describe_environment, drop_partial_line, read_samples, write_json
@@ -39,6 +40,12 @@ def run(config: Config, folder: Path) -> int:
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: evaluate compares a draft with plain decoding; name a draft, or draft=lookup")
     samples = load_rows(config.dataset, recipe.limit, all_turns=True, tokenizer=length_filter(config))
+    scorer = Scorer(config.dataset)
+    if config.dataset.metric is not Metric.none and not sum(map(scorer.scores, samples)):
+        raise ConfigError(
+            f"dataset.metric={config.dataset.metric.name}: no row has a reference; name its column with"
+            " dataset.reference_column, or take dataset.metric=none"
+        )
     pipe, plugin = pipeline_from(config)
     plugin.synchronize = True
     model, tokenizer = pipe.model, pipe.tokenizer

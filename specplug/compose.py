@@ -8,6 +8,7 @@ import difflib
 import re
 import threading
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 
 import hydra
@@ -19,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specplug.config import (
     Adaptive,
+    Answer,
     Auto,
     Block,
     Calibrate,
@@ -34,6 +36,7 @@ from specplug.config import (
     Fixed,
     Generate,
     Lookahead,
+    Metric,
     Plain,
     Prune,
     Rounds,
@@ -152,7 +155,8 @@ def dataset_problems(config: Config) -> list[str]:
 
     def need(holds: bool, name: str, allowed: str) -> None:
         if not holds:
-            problems.append(f"dataset.{name}={getattr(d, name)}: {allowed}")
+            value = getattr(d, name)
+            problems.append(f"dataset.{name}={value.name if isinstance(value, Enum) else value}: {allowed}")
 
     need(d.few_shot >= 0, "few_shot", "must be 0 (none) or more examples")
     for name in ("few_shot_path", "few_shot_split"):
@@ -171,6 +175,24 @@ def dataset_problems(config: Config) -> list[str]:
         need(value is None or value >= 1, name, "must be 1 or more, or null")
         if isinstance(config.recipe, Training):
             need(value is None, name, "nothing reads it while training, where recipe.max_length cuts")
+    need(
+        d.metric is not Metric.pass_at_1 or d.tests is not None,
+        "metric",
+        "needs dataset.tests, a template of what to pass",
+    )
+    if isinstance(config.recipe, Evaluate) and d.metric is not Metric.none:
+        refused = d.metric is Metric.pass_at_1 and not d.allow_code_execution
+        way_out = "runs programs that the model wrote; allow it with dataset.allow_code_execution=true, or take none"
+        need(not refused, "metric", way_out)
+        needs_reference = d.metric is not Metric.pass_at_1 and not d.corpus
+        need(not needs_reference or d.reference_column is not None, "metric", "needs dataset.reference_column=NAME")
+    runs_code = d.metric is Metric.pass_at_1
+    need(
+        runs_code or not d.allow_code_execution,
+        "allow_code_execution",
+        "nothing reads it without dataset.metric=pass_at_1",
+    )
+    need(not runs_code or d.answer is Answer.full, "answer", "nothing reads it with dataset.metric=pass_at_1")
     if d.min_prompt_tokens and d.max_prompt_tokens:
         need(d.min_prompt_tokens <= d.max_prompt_tokens, "min_prompt_tokens", "must be at most max_prompt_tokens")
     return problems

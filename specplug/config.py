@@ -50,7 +50,23 @@ class Before(Enum):
     suffix = "suffix"
 
 
+class Metric(Enum):
+    """How an answer is scored, see specplug/metrics."""
+
+    none = "none"
+    exact_match = "exact_match"
+    numeric = "numeric"
+    multiple_choice = "multiple_choice"
+    f1 = "f1"
+    bleu = "bleu"
+    chrf = "chrf"
+    rouge = "rouge"
+    pass_at_1 = "pass_at_1"
+
+
 class Answer(Enum):
+    """What of an answer and of its reference is compared."""
+
     full = "full"
     last_line = "last_line"
 
@@ -242,8 +258,11 @@ class Dataset:
     min_prompt_tokens: int | None = None
     max_prompt_tokens: int | None = None
     placeholder: str | None = None  # prompts that begin so were not filled in
+    metric: Metric = Metric.none
     answer: Answer = Answer.full
-    scored: bool = False
+    tests: str | None = None  # pass_at_1: a template like `template`, of what a program has to pass
+    head_column: str | None = None  # pass_at_1: the beginning of the program, which the answer completes
+    allow_code_execution: bool = False  # pass_at_1: run what the model wrote
 
 
 @dataclass

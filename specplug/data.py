@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specplug.config import ConfigError, Dataset
+from specplug.config import ConfigError, Dataset, Metric
 from specplug.sources import Record, Template, flat, lookup, read_file, records, shuffled, stream_hub, where
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ class Row:
     follows: str | None = None  # id of the turn before, whose answer belongs to the conversation
     others: tuple[str, ...] = ()  # further references that are as good
     system: str | None = None  # the conversation's own system message
+    tests: str | None = None  # what a program has to pass, itself a program
+    head: str = ""  # what a program begins with
 
 
 def load_rows(
@@ -185,7 +187,7 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
         try:
             reference = lookup(record, config.reference_column)
         except KeyError:
-            if config.scored:
+            if config.metric not in (Metric.none, Metric.pass_at_1):
                 column(config, record, number, "reference_column")
     value = column(config, record, number, "prompt_column")
     prompt = text_of(value, config, number, "prompt_column")
@@ -195,12 +197,7 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
             " with the tool that its page names and take the result with dataset.path=FILE"
         )
     if config.template is not None:
-        try:
-            prompt = Template().format(config.template, **{**record, "prompt": prompt}).rstrip()
-        except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"dataset.template={config.template!r}: {error!r}; it may use {{prompt}}, {', '.join(map(str, record))}"
-            ) from error
+        prompt = filled(config, "template", {**record, "prompt": prompt}).rstrip()
     if not prompt.strip():
         raise ConfigError(f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} is empty")
     references = texts_of(reference, ASSISTANTS)[:1] if messages(reference) else flat(reference)
@@ -212,7 +209,18 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
         category,
         others=tuple(references[1:]),
         system=system[0] if system else None,
+        tests=None if config.tests is None else filled(config, "tests", record),
+        head=str(column(config, record, number, "head_column") or ""),
     )
+
+
+def filled(config: Dataset, key: str, record: Record) -> str:
+    """A template with the record's columns in it. Raises ConfigError."""
+    template = getattr(config, key)
+    try:
+        return Template().format(template, **record)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"dataset.{key}={template!r}: {error!r}; it may use {', '.join(map(str, record))}") from error
 
 
 def messages(value: Any) -> bool:

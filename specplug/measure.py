@@ -24,7 +24,7 @@ from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
 from specplug.kernel import swapped
-from specplug.metrics.exact_match import exact_match
+from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
 from specplug.trace import Trace, describe
@@ -204,7 +204,7 @@ class Sides:
 
     def __init__(self, config: Config, model: Any, tokenizer: Any, plugin: SpeculativeProcessor) -> None:
         self.config, self.model, self.tokenizer, self.plugin = config, model, tokenizer, plugin
-        self.arguments = generate_arguments(config)
+        self.arguments, self.scorer = generate_arguments(config), Scorer(config.dataset)
         self.assisted: dict[str, Any] | None = None
         if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
             self.assisted = {"assistant_model": plugin.drafter.model}
@@ -251,12 +251,13 @@ class Sides:
             name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in measured.items() if side
         }
         score = None
-        if self.config.dataset.scored and row.reference is not None:
-            part = self.config.dataset.answer
-            score = {
-                "baseline": exact_match(texts["plain"], row.reference, part),
-                "speculative": exact_match(texts["speculative"], row.reference, part),
+        if self.scorer.scores(row):
+            found = {
+                "baseline": self.scorer(texts["plain"], row),
+                "speculative": self.scorer(texts["speculative"], row),
             }
+            score = {name: each.pop("score") for name, each in found.items()}
+            score |= {"details": found} if found["baseline"] else {}
         record: dict[str, Any] = {"id": row.id, "category": row.category, "seed": seed, "prompt_tokens": ids.shape[1]}
         for name, side in measured.items():
             record[name] = side and {
@@ -274,7 +275,7 @@ class Sides:
                 name: {key: counts[key] - before[name].get(key, 0) for key in counts} for name, counts in after.items()
             }
         record["speculative"]["speculative_decoding"] = self.plugin.last.speculative_decoding()
-        return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
+        return record | {"exactness": asdict(verdict), "references": references(row), "score": score}
 
     def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
         """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""

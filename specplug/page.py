@@ -75,10 +75,12 @@ def tiles(summary: dict[str, Any]) -> str:
     if counts["not_compared"] != summary["num_samples"]:
         exact = f"{counts['identical']} of {summary['num_samples']}"
         detail = f"identical to plain decoding; ties: {counts['tie']}, mismatches: {counts['mismatch']}"
-    score, of_whom = "not scored", "the data set has no references to compare with"
+    score, of_whom = "not scored", "dataset.metric=none, or no references to compare with"
     if scores["baseline"] is not None:
         score = f"{scores['baseline']:.3f} / {scores['speculative']:.3f}"
-        of_whom = "plain / ours, mean over prompts"
+        of_whom = (
+            f"plain / ours, {(scores.get('metric') or 'mean over prompts').replace('_', ' ')}: {scores['verdict']}"
+        )
     found = [
         ("speed-up over plain generate", report.number(summary["speedup"], 2, "x"), between, ""),
         ("output", exact, detail, "bad" if counts["mismatch"] else ""),

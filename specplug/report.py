@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from specplug import theory
+from specplug import scores, theory
 from specplug.escape import code_block, in_markdown
 from specplug.runs import read_samples, write_json
 from specplug.stats import Stats
@@ -54,9 +54,31 @@ def read_run(folder: Path, bootstrap: int | None = None) -> RunFiles:
     costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
     bootstrap = config["recipe"]["bootstrap"] if bootstrap is None else bootstrap
     summary = summarize(samples, costs, bootstrap, config["seed"])
+    summary["task_score"] |= {"metric": config["dataset"].get("metric")} | corpus(config, samples)
     summary["environment"] = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     summary["folder"] = str(folder)
     return RunFiles(config, samples, read_samples(folder / "trace.jsonl"), summary)
+
+
+def corpus(config: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
+    """BLEU and chrF of all answers together, as papers give them; nothing for other metrics, or without the library."""
+    scored = [sample for sample in samples if sample["score"] is not None]
+    if config["dataset"].get("metric") not in ("bleu", "chrf") or not scored:
+        return {}
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError:  # a report of a run that was made elsewhere
+        return {}
+    from specplug.config import Metric
+    from specplug.metrics.overlap import corpus_score
+
+    metric, expected = Metric[config["dataset"]["metric"]], [sample["references"] for sample in scored]
+    return {
+        "corpus": {
+            name: corpus_score(metric, [sample[side]["text"] for sample in scored], expected)
+            for name, side in scores.SIDES.items()
+        }
+    }
 
 
 def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
@@ -77,7 +99,6 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"], costs["width_cost"])
     )
     exactness = Counter(sample["exactness"]["kind"] for sample in samples)
-    scored = [sample["score"] for sample in samples if sample["score"] is not None]
     return {
         "num_samples": len(samples),
         "speedup": speedup(samples, "plain"),
@@ -109,10 +130,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "seconds_per_round": seconds_per_round(stats),
         "exactness": {kind: exactness[kind] for kind in VERDICTS},
         "mismatches": [sample["id"] for sample in samples if sample["exactness"]["kind"] == "mismatch"],
-        "task_score": {
-            side: sum(score[side] for score in scored) / len(scored) if scored else None
-            for side in ("baseline", "speculative")
-        },
+        "task_score": scores.task_score(samples, bootstrap, seed),
     }
 
 
@@ -222,6 +240,8 @@ def headline(summary: dict[str, Any]) -> list[str]:
             f"{spread(summary['speedup_vs_assisted_interval'])}"
         )
     lines.append(f"output: {verdict(summary)}")
+    if summary["task_score"]["baseline"] is not None:
+        lines.append(scores.line(summary["task_score"]))
     lines.append(
         f"alpha {number(summary['alpha'], 3)}, {number(summary['mean_acceptance_length'])} tokens per target pass, "
         f"a draft step costs {number(summary['cost_coefficient'], 3)} of a plain step of the target, "

@@ -39,7 +39,13 @@ COPIES = {
             "test": "def check(candidate):\n    assert candidate(1) == 1\n",
             "entry_point": "f",
         },
-        Row("HumanEval/0", "def f(x):\n", "    return x\n"),
+        Row(
+            "HumanEval/0",
+            "def f(x):\n",
+            "    return x\n",
+            tests="def check(candidate):\n    assert candidate(1) == 1\n\n\ncheck(f)",
+            head="def f(x):\n",
+        ),
     ),
     "mbpp": (
         {
@@ -54,6 +60,7 @@ COPIES = {
             "11",
             "Write a function. The function has to pass these tests:\n\nassert f() is None\nassert not f()",
             "def f(): pass",
+            tests="\nassert f() is None\nassert not f()",
         ),
     ),
     "cnn_dailymail": (
