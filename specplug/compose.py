@@ -262,6 +262,8 @@ def check(config: Config) -> None:
             recipe.limit,
             "must be 1 or more, or null for all",
         )
+        for name in ("repeats", "batch_size"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
         need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
         need(recipe.trace >= 0, "recipe.trace", recipe.trace, "must be 0 (none) or more prompts")
     if isinstance(recipe, (Evaluate, Compare)):

@@ -71,6 +71,13 @@ class Answer(Enum):
     last_line = "last_line"
 
 
+class OnError(Enum):
+    """What a sample that fails does to the run: end it, or be written down."""
+
+    stop = "stop"
+    record = "record"
+
+
 class Precision(Enum):
     fp32 = "no"
     fp16 = "fp16"
@@ -276,6 +283,9 @@ class Evaluate(Recipe):
     compare_assisted: bool = True
     warmup: int = 1
     bootstrap: int = 2000
+    repeats: int = 1  # times each side is run on a prompt; the median counts
+    batch_size: int = 1  # prompts decoded together
+    on_error: OnError = OnError.record
     trace: int = 3  # prompts of which every draft's fate is written down, in calls of their own behind the timed ones
 
 

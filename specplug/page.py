@@ -33,11 +33,18 @@ def of_run(
         f"<dt>{in_html(name)}</dt><dd>{in_html(value)}</dd>" for name, value in report.how(summary, config)
     )
     command = in_html(shlex.join(summary["environment"]["command"]))
+    failed = "".join(f'<p class="bad">{in_html(line)}</p>' for line in report.error_lines(summary))
     title = report.title(config)
     sections = [
         section("result", "Result", tiles(summary) + notes + mismatches),
         section("categories", "By category", table(report.rows(summary), "Figures by category") + explained),
         section("plots", "Plots", gallery(drawn)),
+        section(
+            "lengths",
+            "By length",
+            "".join(table(rows, title, last_is_total=False) for title, rows in report.length_rows(summary).items()),
+        ),
+        section("failed", "Failed", failed) if summary["errors"] else "",
         (ASSETS / "inspector.html").read_text(encoding="utf-8") if traces else "",
         section(
             "how",

@@ -22,6 +22,7 @@ def sample(identifier, category="a", plain=2.0, ours=1.0, assisted=1.5, kind="id
     return {
         "id": identifier,
         "category": category,
+        "prompt_tokens": 7,
         "plain": side(plain),
         "assisted": assisted and side(assisted),
         "speculative": side(ours) | {"stats": stats.to_dict()},
