@@ -24,6 +24,7 @@ from specplug.config import (
     Auto,
     Block,
     Calibrate,
+    Certify,
     Compare,
     Confidence,
     Config,
@@ -54,7 +55,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Sweep, Calibrate, Compare, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Sweep, Calibrate, Certify, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -277,6 +278,24 @@ def check(config: Config) -> None:
         )
         for name in ("gamma", "max_gamma", "repeats"):
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+    if isinstance(recipe, Certify):
+        for name in ("seeds", "draws", "gamma"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+        need(
+            recipe.limit is None or recipe.limit >= 1,
+            "recipe.limit",
+            recipe.limit,
+            "must be 1 or more, or null for all",
+        )
+        need(recipe.tokens >= 2, "recipe.tokens", recipe.tokens, "must be 2 or more: the first meets no draft")
+        need(
+            0 < recipe.false_alarm < 1,
+            "recipe.false_alarm",
+            recipe.false_alarm,
+            "must be a probability above 0, below 1",
+        )
+        fixed = isinstance(schedule, Adaptive) or recipe.gamma == Certify().gamma
+        need(fixed, "recipe.gamma", recipe.gamma, "nothing reads it but with schedule=adaptive; take schedule.gamma")
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Generate):

@@ -313,6 +313,18 @@ class Calibrate(Recipe):
 
 
 @dataclass
+class Certify(Recipe):
+    """Exactness alone, and a page that says so."""
+
+    limit: int | None = 8
+    seeds: int = 8  # sampled answers to each prompt with verify=walk, beside plain ones under the same seed
+    draws: int = 200  # short sampled texts for each prompt, whose law is compared with the target's
+    tokens: int = 4  # of each of those
+    gamma: int = 4  # drafts a round in place of schedule=adaptive, which may stop drafting
+    false_alarm: float = 1e-6  # how often the comparison of laws fails where nothing is wrong
+
+
+@dataclass
 class Generate(Recipe):
     prompt: str = MISSING
 

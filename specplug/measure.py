@@ -224,6 +224,12 @@ def member_counts(drafter: Any) -> dict[str, dict[str, int]]:
     return {f"{place} {member.name}": dict(counts) for place, (member, counts) in enumerate(pairs, start=1)}
 
 
+def processors_of(model: Any, arguments: dict[str, Any]) -> LogitsProcessorList:
+    """What a greedy call has of the configuration's processors."""
+    penalty = arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
+    return LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else [])
+
+
 SEVERITY = ("identical", "tie", "mismatch")
 
 
@@ -245,9 +251,7 @@ class Sides:
                 self.assisted |= {"tokenizer": tokenizer, "assistant_tokenizer": plugin.drafter.tokenizer}
         elif recipe.compare_assisted and isinstance(plugin.drafter, (LookupDrafter, SuffixDrafter)):
             self.assisted = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-        penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
-        processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
-        self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors
+        self.processors = processors_of(model, self.arguments)
 
     def take_turns(self, prompts: list[Tensor], seed: int) -> dict[str, list[Timed] | None]:
         """Each side once, on (1, T) prompts that are decoded together."""
