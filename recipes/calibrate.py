@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from specplug import theory
+from specplug import theory, tracker
 from specplug.config import Calibrate, Config, ConfigError, Drafter
 from specplug.console import Bar, console
 from specplug.data import load_rows
@@ -33,6 +33,7 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Calibrate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: there is nothing to calibrate; name a draft, or draft=lookup")
+    tracker.check_installed(config)
     rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     plugin.schedule = FixedSchedule(recipe.gamma)
@@ -61,6 +62,9 @@ def run(config: Config, folder: Path) -> int:
     )
     result = calibration(plugin.stats, passes, plain_step, draft_step, plugin.drafter.costs_nothing)
     write_json(folder / "calibration.json", result)
+    tracking = tracker.start(config, folder)
+    tracking.log(result["num_calls"], {"calibration": result})
+    tracking.finish()
     show(result)
     print(json.dumps(result))
     return 0

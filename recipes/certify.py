@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from specplug import certificate, report
+from specplug import certificate, report, tracker
 from specplug.certificate import Law, compare_race, p_value, processed_logprobs
 from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, to_dict
 from specplug.console import Bar, console
@@ -38,6 +38,7 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Certify)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: without drafts there is nothing to certify; name a draft, or draft=lookup")
+    tracker.check_installed(config)
     rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     prompts = {row.id: encode(pipe.tokenizer, row, config, pipe.model) for row in rows}
@@ -73,6 +74,9 @@ def run(config: Config, folder: Path) -> int:
     result["verdict"] = certificate.verdict(result)
     write_json(folder / "certificate.json", result)
     (folder / "certificate.md").write_text(certificate.markdown(result), encoding="utf-8")
+    tracking = tracker.start(config, folder)
+    tracking.log(len(prompts), {"certificate": {name: result[name] for name in ("greedy", "walk", "law")}})
+    tracking.finish()
     for found in certificate.findings(result):
         outcome = {True: "held", False: "failed", None: "not tested"}[found.held]
         console.print(Text(f"{found.name}: {outcome}. {found.told}"))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from specplug import measure
+from specplug import measure, tracker
 from specplug.config import Config, ConfigError, Drafter, Evaluate, Metric, OnError, first_line
 from specplug.console import Bar, console, table_of
 from specplug.data import History, Row, conversations, prompt_ids
@@ -33,6 +33,7 @@ from specplug.pipelines import length_filter, pipeline_from
 from specplug.report import SoFar, headline, rows, write_reports
 from specplug.runs import Run, append_line, describe_environment, drop_partial_line, each_sample, write_json
 from specplug.schedule import AdaptiveSchedule
+from specplug.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Evaluate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: evaluate compares a draft with plain decoding; name a draft, or draft=lookup")
+    tracker.check_installed(config)
     total = look_over(config)
     pipe, plugin = pipeline_from(config)
     plugin.synchronize = True
@@ -68,7 +70,8 @@ def run(config: Config, folder: Path) -> int:
     )
 
     bar = Bar("evaluate").start(total, len(results.done))
-    evaluation = Evaluation(config, sides, results, bar)
+    tracking = tracker.start(config, folder)
+    evaluation = Evaluation(config, sides, results, bar, tracking)
     interrupted = False
     try:
         evaluation.run()
@@ -80,6 +83,7 @@ def run(config: Config, folder: Path) -> int:
         if isinstance(plugin.schedule, AdaptiveSchedule) and not plugin.schedule.frozen:
             plugin.schedule.save(folder / "schedule.json")
     if interrupted and not results.done:
+        tracking.finish()
         console.print("interrupted before the first sample was done; nothing to report")
         return 130
     try:
@@ -88,6 +92,8 @@ def run(config: Config, folder: Path) -> int:
     except KeyboardInterrupt:
         interrupted = True
     summary = write_reports(folder)
+    tracking.log(len(results.done), {"summary": summary})
+    tracking.finish()
     show(summary)
     if interrupted:
         of = "" if total is None else f" of {total}"
@@ -146,10 +152,10 @@ def first_prompts(config: Config, tokenizer: Any, model: Any, count: int) -> lis
 class Evaluation:
     """Goes through the rows and keeps what has to be kept of them: ids, and the few that are going to be traced."""
 
-    def __init__(self, config: Config, sides: measure.Sides, results: Run, bar: Bar) -> None:
+    def __init__(self, config: Config, sides: measure.Sides, results: Run, bar: Bar, tracking: Tracker) -> None:
         assert isinstance(config.recipe, Evaluate)
         self.config, self.recipe, self.sides, self.results, self.bar = config, config.recipe, sides, results, bar
-        self.so_far = SoFar()
+        self.tracking, self.so_far = tracking, SoFar()
         for sample in each_sample(results.samples_file):
             if "error" not in sample:
                 self.so_far.add(sample)
@@ -196,6 +202,7 @@ class Evaluation:
                 self.results.append(record)
                 self.so_far.add(record)
         self.bar.advance(len(self.results.done), *self.so_far.told())
+        self.tracking.log(len(self.results.done), self.so_far.numbers())
 
     def prompt(self, turns: list[Row]) -> torch.Tensor:
         """(1, T) ids of the last turn behind those before it, each with the answer that plain decoding gave."""

@@ -181,5 +181,6 @@ def markdown(result: dict[str, Any]) -> str:
         " the random numbers) differ by less than the rounding of this dtype. What holds on one device, dtype and version need not"
         " hold on another, so the checks belong to those named above. Made by:",
         "",
+        "",
     ]
     return "\n".join(lines) + code_block(result["command"]) + "\n"

@@ -44,6 +44,7 @@ from specplug.config import (
     Sweep,
     Theory,
     Token,
+    TrackerName,
     Train,
     Training,
     Walk,
@@ -254,6 +255,8 @@ def check(config: Config) -> None:
         need(d.plugin is not None, "draft.plugin", "null", "give package.module:callable, or an entry point's name")
     need(0 <= d.min_probability <= 1, "draft.min_probability", d.min_probability, "must be between 0 and 1")
     problems += dataset_problems(config)
+    measures = isinstance(recipe, (Evaluate, Calibrate, Certify, Training)) or config.tracker is TrackerName.none
+    need(measures, "tracker", config.tracker.name, f"nothing reads it with recipe={type(recipe).__name__.lower()}")
     said = tuple(problem.partition("=")[0] for problem in problems)
     problems += [each for each in unread(d) if each.partition("=")[0] not in said]
     if isinstance(recipe, Evaluate):

@@ -99,6 +99,15 @@ class Kernel(Enum):
     numba = "numba"
 
 
+class TrackerName(Enum):
+    """Where numbers go besides the run folder."""
+
+    none = "none"
+    trackio = "trackio"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
 class Texts(Enum):
     """What a draft is distilled on."""
 
@@ -400,6 +409,7 @@ class Config:
     dataset: Dataset = field(default_factory=Dataset)
     recipe: Recipe = MISSING
     kernel: Kernel = Kernel.auto
+    tracker: TrackerName = TrackerName.none
     seed: int = 0
     threads: int | None = None
     resume: str | None = None

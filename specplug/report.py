@@ -289,6 +289,17 @@ class SoFar:
         tokens, seconds, known = self.sums[side, decode]
         return tokens / seconds if seconds > 0 and known == self.count else None
 
+    def numbers(self) -> dict[str, Any]:
+        """For a tracker, under the names of summary.json."""
+        return {
+            "tokens_per_second": {side: self.rate(side) for side in SIDES},
+            "speedup": quotient(self.rate("speculative"), self.rate("plain")),
+            "alpha": self.stats.alpha,
+            "mean_acceptance_length": self.stats.mean_acceptance_length,
+            "mean_gamma": self.stats.mean_gamma,
+            "exactness": dict(self.exactness),
+        }
+
     def told(self) -> tuple[str, list[list[str]]]:
         """One line, and a table of the sides with its header first."""
         table = [["", "tokens / s", "decoding alone", "speed-up"]]

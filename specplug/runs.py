@@ -28,7 +28,13 @@ PACKAGES = (
     "datasets",
     "matplotlib",
 )
-MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace", "recipe.on_error"}  # a finished run may be taken further
+MAY_DIFFER = {
+    "resume",
+    "recipe.limit",
+    "recipe.trace",
+    "recipe.on_error",
+    "tracker",
+}  # a finished run may be taken further
 
 
 class Run:
