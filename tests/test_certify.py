@@ -11,7 +11,7 @@ import specplug
 from specplug.certificate import Law, compare_race, p_value
 from specplug.cli import run_recipe
 
-QUICK = ("recipe=certify", "recipe.limit=2", "recipe.seeds=2", "sampling.max_new_tokens=20", "recipe.draws=60")
+QUICK = ("recipe=certify", "recipe.limit=2", "recipe.seeds=2", "sampling.max_new_tokens=12", "recipe.draws=40")
 HOT = ("sampling.temperature=2.5", "recipe.tokens=3", "recipe.gamma=2")
 
 
@@ -26,7 +26,7 @@ def test_the_embedded_pair(tmp_path, capsys):
     assert code == 0 and result["verdict"] == "no difference found"
     assert result["greedy"]["counts"]["identical"] == 2 and result["walk"]["counts"]["identical"] == 4
     law = result["law"]
-    assert law["num_texts"] == 120 and law["degrees_of_freedom"] >= 2 and law["rule"] == "block"
+    assert law["num_texts"] == 80 and law["degrees_of_freedom"] >= 1 and law["rule"] == "block"
     assert json.loads((tmp_path / "certificate.json").read_text()) == result
     page = (tmp_path / "certificate.md").read_text()
     for words in ("No difference found", "p = ", "below p = 1e-06", "fingerprint", "specplug", "torch 2", "| held |"):
@@ -42,7 +42,9 @@ def test_a_greedy_rule_that_keeps_everything_is_found(tmp_path, capsys, monkeypa
         return specplug.verify.Verified(kept, scores[:, -1].argmax(-1))
 
     monkeypatch.setattr(specplug.round, "verify_greedy", keep_everything)
-    code, result = certify(capsys, tmp_path, "pair=lookup", "recipe.draws=1", "recipe.seeds=1")
+    code, result = certify(
+        capsys, tmp_path, "pair=lookup", "recipe.draws=1", "recipe.seeds=1", "sampling.max_new_tokens=40"
+    )
     assert code == 1 and result["verdict"] == "not exact" and result["greedy"]["counts"]["mismatch"]
     assert "greedy, mismatch" in (tmp_path / "certificate.md").read_text()
 
@@ -57,7 +59,7 @@ def test_a_sampled_rule_that_keeps_everything_is_found(tmp_path, capsys, monkeyp
         return specplug.verify.Verified(kept, torch.multinomial(target_probs[:, -1], 1)[:, 0])
 
     monkeypatch.setitem(specplug.round.RULES, rule, keep_everything)
-    broken = [f"verify={rule}", "draft=early_exit", "draft.num_layers=1", "recipe.draws=100", "recipe.limit=1"]
+    broken = [f"verify={rule}", "draft=early_exit", "draft.num_layers=1", "recipe.draws=50", "recipe.limit=1"]
     code, result = certify(capsys, tmp_path, *HOT, *broken)
     assert code == 1 and result["verdict"] == "not exact" and result["law"]["p_value"] < 1e-6
 

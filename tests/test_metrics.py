@@ -242,9 +242,11 @@ def test_the_interval_covers_the_mean_as_often_as_it_says():
     assert covered >= 360
 
 
-def test_scored_by_an_evaluation(tmp_path, capsys):
+def test_scored_by_an_evaluation(tmp_path, capsys, monkeypatch):
+    from specplug import plots
     from specplug.cli import run_recipe
 
+    monkeypatch.setattr(plots, "of_run", lambda *_: [])  # they take most of such a short run's time
     file = tmp_path / "d.jsonl"
     file.write_text(json.dumps({"prompt": "Ben has 3 coins. How many?", "answer": "the cat sat on a mat"}) + "\n")
     data = ["dataset=jsonl", f"dataset.path={file}", "dataset.reference_column=answer"]

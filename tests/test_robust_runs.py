@@ -105,7 +105,7 @@ def test_a_prompt_that_is_too_long_is_left_out(tmp_path, capsys):
 
 def test_killed_at_random_moments_and_resumed(tmp_path, capsys):
     """What is there in the end is what a run that was left alone makes."""
-    overrides = ("recipe.limit=5", "dataset.categories=[qa,arithmetic]")
+    overrides = ("recipe.limit=4", "dataset.categories=[qa,arithmetic]")
     run(capsys, tmp_path / "whole", *overrides)
     folder, rng, kills = tmp_path / "run", random.Random(0), 0
     samples = folder / "samples.jsonl"
@@ -126,13 +126,13 @@ def test_killed_at_random_moments_and_resumed(tmp_path, capsys):
             time.sleep(0.005)
         kills += 1
     code, summary = run(capsys, folder, *overrides, f"resume={folder}")
-    assert code == 0 and summary["num_samples"] == 5
+    assert code == 0 and summary["num_samples"] == 4
     assert done(folder) == done(tmp_path / "whole")
 
 
 def test_a_long_run_keeps_neither_rows_nor_samples(tmp_path, capsys, monkeypatch):
     """15 MB of prompts, and as much of answers, go through; at most a tenth of that is held at a time."""
-    count, length = 600, 25_000
+    count, length = 300, 50_000
     file = tmp_path / "d.jsonl"
     with file.open("w") as lines:
         for k in range(count):
@@ -169,8 +169,8 @@ def test_a_long_run_keeps_neither_rows_nor_samples(tmp_path, capsys, monkeypatch
 
 
 def test_repeats(tmp_path, capsys, monkeypatch):
-    code, summary = run(capsys, tmp_path / "a", "recipe.limit=2", "recipe.repeats=3")
-    assert code == 0 and summary["exactness"]["identical"] == 2
+    code, summary = run(capsys, tmp_path / "a", "recipe.limit=1", "recipe.repeats=3")
+    assert code == 0 and summary["exactness"]["identical"] == 1
     for sample in each_sample(tmp_path / "a" / "samples.jsonl"):
         for side in ("plain", "speculative"):
             assert sample[side]["seconds"] == sorted(sample[side]["seconds_of_repeats"])[1]
@@ -191,10 +191,10 @@ def test_repeats(tmp_path, capsys, monkeypatch):
 
 
 def test_batches_count_tokens_and_judge_by_row(tmp_path, capsys):
-    batch = ("recipe.limit=4", "sampling.max_new_tokens=60", "dataset.categories=[qa,arithmetic]")
+    batch = ("recipe.limit=3", "sampling.max_new_tokens=60", "dataset.categories=[qa,arithmetic]")
     run(capsys, tmp_path / "one", *batch)
     code, summary = run(capsys, tmp_path / "two", *batch, "recipe.batch_size=2")
-    assert code == 0 and summary["exactness"]["identical"] + summary["exactness"]["tie"] == 4
+    assert code == 0 and summary["exactness"]["identical"] + summary["exactness"]["tie"] == 3
     alone, together = done(tmp_path / "one"), done(tmp_path / "two")
     assert {name: ids[0] for name, ids in alone.items()} == {name: ids[0] for name, ids in together.items()}
     assert len({len(ids[0]) for ids in together.values()}) > 1, "no row ended before its batch did"
@@ -202,7 +202,7 @@ def test_batches_count_tokens_and_judge_by_row(tmp_path, capsys):
     assert summary["environment"]["batch_size"] == 2 and summary["speedup_decode"] is None
     assert "batch 2" in (tmp_path / "two" / "report.md").read_text()
     shares = [sample["plain"]["seconds"] for sample in each_sample(tmp_path / "two" / "samples.jsonl")]
-    assert shares[0] == shares[1] and shares[2] == shares[3] and shares[0] != shares[2]
+    assert shares[0] == shares[1] != shares[2]
 
 
 def test_later_turns_are_not_in_the_batch_of_those_they_follow(tmp_path, capsys, monkeypatch):

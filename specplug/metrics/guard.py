@@ -33,7 +33,7 @@ def run_program(source: str, seconds: float = SECONDS, memory: int = MEMORY_BYTE
         source: Python, for the standard library alone. seconds: of wall-clock and of processor time. memory: bytes.
     """
     nonce = secrets.token_hex(16)  # the program does not see it: an early exit is no success
-    with tempfile.TemporaryDirectory(prefix="specplug-") as folder:
+    with tempfile.TemporaryDirectory(prefix="specplug-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "program.py").write_text(source, encoding="utf-8", errors="replace")
         command = [sys.executable, "-I", "-S", "-B", str(CHILD), str(seconds), str(memory), str(FILE_BYTES)]
         with subprocess.Popen(
