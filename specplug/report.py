@@ -178,6 +178,8 @@ def spread(interval: list[float] | None) -> str:
 
 def verdict(summary: dict[str, Any]) -> str:
     counts = summary["exactness"]
+    if not summary["num_samples"]:
+        return "none"
     if counts["not_compared"] == summary["num_samples"]:
         return "sampled, so not compared token by token"
     parts = [f"{counts[kind]} {kind}" for kind in ("identical", "tie", "mismatch")]
@@ -257,7 +259,8 @@ def length_rows(summary: dict[str, Any]) -> dict[str, list[list[str]]]:
             speeds = [number(each["tokens_per_second"][side], 0) for side in ("plain", "speculative")]
             last = [number(each["speedup"], 2, "x"), number(each["mean_acceptance_length"])]
             table.append([f"{each['from']} to {each['to']}", str(each["num_samples"]), *speeds, *last])
-        tables[title] = table
+        if len(table) > 1:
+            tables[title] = table
     return tables
 
 

@@ -85,6 +85,7 @@ def test_failed_prompts_are_written_down_and_tried_again(tmp_path, capsys, faili
 
 def test_a_run_in_which_all_fail_ends_with_exit_code_1(tmp_path, capsys, failing):
     code, summary = run(capsys, tmp_path, "dataset.categories=[qa]", "recipe.limit=2")
+    assert "output: none" in (tmp_path / "report.md").read_text()
     assert code == 1 and summary["num_samples"] == 0 and len(summary["errors"]) == 2 and summary["speedup"] is None
 
 
