@@ -23,7 +23,7 @@ test: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=worksteal
 
 # The libraries of docs/callers.md have many dependencies, so they get an environment of their own.
 callers: .venv-callers/ready

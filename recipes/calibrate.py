@@ -58,7 +58,7 @@ def run(config: Config, folder: Path) -> int:
         )
     widths = list(range(1, recipe.max_gamma + 2))
     passes, plain_step, draft_step = measure_passes(
-        pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, plugin.kernel, recipe.repeats
+        pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, plugin.kernel, plugin.graph, recipe.repeats
     )
     result = calibration(plugin.stats, passes, plain_step, draft_step, plugin.drafter.costs_nothing)
     write_json(folder / "calibration.json", result)

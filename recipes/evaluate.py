@@ -63,7 +63,7 @@ def run(config: Config, folder: Path) -> int:
     for ids in first[: recipe.warmup]:
         sides.take_turns([ids], config.seed)
     gamma = max(plugin.stats.drafted, default=1)
-    costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel)
+    costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel, plugin.graph)
     write_json(
         folder / "costs.json",
         asdict(costs) | {"cost_coefficient": costs.cost_coefficient, "width_cost": costs.width_cost},

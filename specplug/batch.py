@@ -129,6 +129,7 @@ def decode_batch(
         for_draft,
         logits.shape[-1],
         schedule.min_confidence,
+        schedule.criterion,
         time_forward=synchronize,
         noise=keyed,
     )

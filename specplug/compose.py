@@ -213,7 +213,7 @@ def check(config: Config) -> None:
     if isinstance(schedule, (Fixed, Confidence)):
         need(schedule.gamma >= 0, "schedule.gamma", schedule.gamma, "must be 0 (plain decoding) or more")
     if isinstance(schedule, Confidence):
-        need(0 <= schedule.threshold <= 1, "schedule.threshold", schedule.threshold, "must be a probability, 0 to 1")
+        need(0 <= schedule.threshold <= 1, "schedule.threshold", schedule.threshold, "must be between 0 and 1")
     if isinstance(schedule, Adaptive):
         need(schedule.max_gamma >= 1, "schedule.max_gamma", schedule.max_gamma, "must be 1 or more")
         if schedule.frozen is not None and not Path(schedule.frozen).is_file():

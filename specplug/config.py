@@ -108,6 +108,20 @@ class TrackerName(Enum):
     tensorboard = "tensorboard"
 
 
+class Criterion(Enum):
+    """How sure a draft model is: its highest probability, or 1 - sqrt(entropy in nats)."""
+
+    probability = "probability"
+    entropy = "entropy"
+
+
+class Graph(Enum):
+    """Whether passes that come up again and again are recorded and replayed."""
+
+    capture = "capture"
+    off = "off"
+
+
 class Texts(Enum):
     """What a draft is distilled on."""
 
@@ -193,10 +207,11 @@ class Fixed(Schedule):
 
 @dataclass
 class Confidence(Schedule):
-    """Up to gamma tokens, fewer where the draft model's highest probability falls below the threshold."""
+    """Up to gamma tokens, fewer where the draft model is less sure than the threshold: its highest probability, or 1 - sqrt(entropy)."""
 
     gamma: int = 8
     threshold: float = 0.4
+    criterion: Criterion = Criterion.probability
 
 
 @dataclass
@@ -410,6 +425,7 @@ class Config:
     recipe: Recipe = MISSING
     kernel: Kernel = Kernel.auto
     tracker: TrackerName = TrackerName.none
+    graph: Graph = Graph.capture
     seed: int = 0
     threads: int | None = None
     resume: str | None = None

@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from specplug import cache as caches
 from specplug import warp
 from specplug.batch import why_not_batch
+from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
@@ -91,6 +92,7 @@ def decode(
     keyed: Keyed | None = None,
     synchronize: bool = False,
     trace: Trace | None = None,
+    graph: str = "off",
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
@@ -137,14 +139,17 @@ def decode(
     if do_sample and (rule == "walk" or keyed is not None):
         noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
         verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
+    capture = Capture(graph)
     request = Request(
         do_sample and noise is None,
         for_draft,
         outputs.logits.shape[-1],
         schedule.min_confidence,
+        schedule.criterion,
         cache,
         synchronize,
         noise,
+        capture=capture,
     )
     session, plan = drafter.start(request), schedule.start(1, drafter.costs_nothing)
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
@@ -152,7 +157,8 @@ def decode(
     del outputs  # the prompt's logits can be large
     caches.prepare_for_crop(cache)
     safely = Safely(stats, noise)
-    first, stop, began = True, False, time.perf_counter()
+    passes = (capture if _starts_at_zero(model_kwargs, text.ids.shape[1]) else Capture()).passes(model)
+    first, stop, began, captured = True, False, time.perf_counter(), 0.0
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
@@ -184,8 +190,9 @@ def decode(
                 caches.crop(cache, num_drafts + 1 - num_tokens)
                 session.observe(num_accepted)
                 over = time.perf_counter()
-                plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, over - began)
-                began = over
+                seconds = over - began - (capture.seconds - captured)
+                plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, seconds)
+                began, captured = over, capture.seconds
                 model_kwargs = model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=num_tokens)
             if stop:
                 break
@@ -200,14 +207,15 @@ def decode(
             if trace is not None:
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2])
             width = proposal.tokens.shape[1] + 1
-            inputs = _target_inputs(model, torch.cat([text.ids, proposal.tokens], dim=1), width, model_kwargs)
-            forward = now()
-            outputs = model(**inputs, return_dict=True)
-            stats.seconds_target += now() - forward
-            logits = outputs.logits[:, -width:].float()  # (1, G + 1, V)
+            drafted = torch.cat([text.ids, proposal.tokens], dim=1)
+            forward, before = now(), capture.seconds
+            logits = passes(drafted[:, -width:], cache, lambda: _pass(model, drafted, width, model_kwargs))  # noqa: B023
+            logits = logits[:, -width:].float()  # (1, G + 1, V)
+            stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
         caches.finish(cache)
         stats.seconds_rounds += now() - started
+        stats.seconds_capture += capture.seconds
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward
     if streamer is not None:
@@ -219,10 +227,21 @@ def decode(
     return GenerateDecoderOnlyOutput(**fields)
 
 
-def _target_inputs(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What `forward` takes to score the last committed token and all drafts: the last `width` of the text."""
+def _starts_at_zero(model_kwargs: dict[str, Any], length: int) -> bool:
+    """No padding, no positions of the caller's own, nothing else that grows with the text: then a pass can be recorded."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    return (
+        (mask is None or bool(mask.all()))
+        and (positions is None or positions[0].tolist() == list(range(length + 1)))
+        and model_kwargs.get("token_type_ids") is None
+    )
+
+
+def _pass(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any]) -> Tensor:
+    """Logits of the last committed token and all drafts: the last `width` of the text, (1, T). As transformers does it."""
     if width > 1:
         model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=width - 1)
     if "logits_to_keep" in model_kwargs:
         model_kwargs = {**model_kwargs, "logits_to_keep": width}
-    return model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
+    inputs = model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
+    return model(**inputs, return_dict=True).logits

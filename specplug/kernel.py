@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 KERNELS = ("auto", "torch", "numba")
 MAX_ROWS = 17
-MIN_WEIGHTS = 1 << 16  # below this many weights the call costs more than it saves
+MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
 TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
 
 
@@ -69,7 +69,9 @@ class FewRows(nn.Linear):
     """What a layer is while a call is decoded. A copy of it, or what is read back from a pickle, is a plain layer."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _forward(self, input)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return nn.functional.linear(input, self.weight, self.bias)
+        return torch.ops.specplug.few_rows(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), vars(self)
@@ -111,35 +113,37 @@ def _serves(module: Any) -> bool:
     )
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """What `nn.Linear.forward` returns."""
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `F.linear` returns."""
     product = _compiled()
-    assert not isinstance(product, str)  # else no layer would be of this class
-    num_columns = x.shape[-1]
+    num_columns, num_out = x.shape[-1], weight.shape[0]
     num_rows = x.numel() // num_columns
-    weight = module.weight
     if (
-        not 1 <= num_rows <= MAX_ROWS
+        isinstance(product, str)
+        or not 1 <= num_rows <= MAX_ROWS
         or x.dtype is not torch.float32
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
         or torch.get_num_threads() > 1
-        or torch.compiler.is_compiling()
     ):
-        return nn.functional.linear(x, weight, module.bias)
-    out = torch.empty((num_rows, weight.shape[0]))
-    rows = x.reshape(num_rows, num_columns).contiguous()
-    product(rows.detach().numpy(), weight.detach().numpy(), out.numpy())
-    if module.bias is not None:
-        out += module.bias
-    return out.view(*x.shape[:-1], weight.shape[0])
+        return nn.functional.linear(x, weight, bias)
+    out = torch.empty((*x.shape[:-1], num_out))
+    rows = x.contiguous()
+    product(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_columns, num_out)
+    if bias is not None:
+        out += bias
+    return out
+
+
+# An operator of torch, so that capture.py can write it down.
+LIBRARY = torch.library.Library("specplug", "FRAGMENT")
+LIBRARY.define("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.impl("few_rows", _few_rows, "CPU")
 
 
 @functools.cache
 def _compiled() -> Callable[..., None] | str:
     """Compiled and checked once a process; or the reason why there is none."""
     try:
-        from specplug.skinny import product
+        from specplug.skinny import product_at as product
     except ImportError as error:
         return f"numba cannot be imported ({first_line(error)})"
     try:
@@ -164,7 +168,7 @@ def self_check(product: Callable[..., None]) -> float:
             x = torch.randn((num_rows, num_in), generator=generator)
             weight = torch.randn((num_out, num_in), generator=generator)
             out = torch.full((num_rows, num_out), float("nan"))
-            product(x.numpy(), weight.numpy(), out.numpy())
+            product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_in, num_out)
             scale = x.norm(dim=-1)[:, None] * weight.norm(dim=-1)[None]
             largest = max(largest, float(((out - x @ weight.T).abs() / scale).nan_to_num(float("inf")).max()))
     return largest

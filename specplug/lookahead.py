@@ -56,7 +56,7 @@ class Lookahead:
         if noise is None and generation_config.do_sample:
             noise = StreamAhead(num_rows, vocab_size, input_ids.device)
         for_draft = warp.for_draft(logits_processor, num_rows)
-        request = Request(False, for_draft, vocab_size, schedule.min_confidence, noise=noise)
+        request = Request(False, for_draft, vocab_size, schedule.min_confidence, schedule.criterion, noise=noise)
         self.plan = schedule.start(num_rows, drafter.costs_nothing)
         self.pass_began: float | None = None
         self.buckets: list[int] = [0] * num_rows

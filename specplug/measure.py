@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Rep
 from transformers.generation.streamers import BaseStreamer
 
 from specplug.cache import NAME, crop, prepare_for_crop
+from specplug.capture import Capture
 from specplug.config import Config, Walk, first_line
 from specplug.data import Row
 from specplug.drafters import Request
@@ -141,7 +142,7 @@ class Costs:
     """Median seconds of forward passes, measured in a row on one text."""
 
     seconds_plain_step: float  # the target, one position, as transformers runs it
-    seconds_target_step: float  # the target, one position, in a round: with the kernel that rounds use
+    seconds_target_step: float  # the target, one position, in a round: with the kernel that rounds use, and recorded
     seconds_target_pass: float  # the target, gamma + 1 positions
     seconds_draft_step: float  # the draft, one position; for a lookup, one proposal
 
@@ -155,10 +156,16 @@ class Costs:
 
 
 def measure_costs(
-    model: PreTrainedModel, drafter: Any, ids: Tensor, gamma: int, kernel: str = "auto", repeats: int = 15
+    model: PreTrainedModel,
+    drafter: Any,
+    ids: Tensor,
+    gamma: int,
+    kernel: str = "auto",
+    graph: str = "capture",
+    repeats: int = 15,
 ) -> Costs:
     """Time the passes that a round of `gamma` drafts consists of. `ids`: (1, T) text to stand on."""
-    passes, plain_step, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, kernel, repeats)
+    passes, plain_step, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, kernel, graph, repeats)
     return Costs(plain_step, passes[1], passes[gamma + 1], draft_step)
 
 
@@ -169,12 +176,13 @@ def measure_passes(
     widths: list[int],
     gamma: int,
     kernel: str = "auto",
+    graph: str = "capture",
     repeats: int = 15,
 ) -> tuple[dict[int, float], float, float]:
     """Median seconds, interleaved: of target passes by their width; of a step of the target as transformers runs it; of a
     draft step, for a lookup of one proposal."""
 
-    def prepared(which: PreTrainedModel, width: int, kernel: str) -> Callable[[], float]:
+    def prepared(which: PreTrainedModel, width: int, kernel: str, graph: str) -> Callable[[], float]:
         cache = DynamicCache(config=which.config)
         # A draft with another tokenizer may have fewer tokens; any will do.
         text = ids.to(which.device) % which.config.get_text_config().vocab_size
@@ -183,17 +191,24 @@ def measure_passes(
         prepare_for_crop(cache)
         new = text[:, -1:].expand(1, width).contiguous()
 
+        def ordinary() -> Tensor:
+            logits: Tensor = which(input_ids=new, use_cache=True, return_dict=True, **{NAME: cache}).logits
+            return logits
+
         def once() -> float:
-            with swapped(kernel, which):
+            # As each is run in a round.
+            with swapped(kernel, which), torch.inference_mode() if which is not model else torch.no_grad():
+                passes = Capture(graph, uses_before=0).passes(which)
                 synchronize(which)
                 started = time.perf_counter()
-                with torch.inference_mode() if which is not model else torch.no_grad():  # as each is run in a round
-                    which(input_ids=new, use_cache=True, return_dict=True, **{NAME: cache})
+                passes(new, cache, ordinary)
                 synchronize(which)
                 seconds = time.perf_counter() - started
-            crop(cache, width)
+            crop(cache, width - 1)  # the text grows, as it does in rounds: by one token at least
             return seconds
 
+        for _ in range(3):  # to record, to compare, and to see whether that was all
+            once()
         return once
 
     def propose() -> float:
@@ -204,10 +219,10 @@ def measure_passes(
         session.propose(ids, max(gamma, 1))
         return time.perf_counter() - started
 
-    draft_step = prepared(drafter.model, 1, kernel) if isinstance(drafter, ModelDrafter) else propose
+    draft_step = prepared(drafter.model, 1, kernel, graph) if isinstance(drafter, ModelDrafter) else propose
     # As in a round: the draft's steps come in a row, and find its weights in the processor's cache after the first.
-    passes = [*((prepared(model, width, kernel), 1) for width in sorted(set(widths)))]
-    passes += [(prepared(model, 1, "torch"), 1), (draft_step, max(gamma, 1))]
+    passes = [*((prepared(model, width, kernel, graph), 1) for width in sorted(set(widths)))]
+    passes += [(prepared(model, 1, "torch", "off"), 1), (draft_step, max(gamma, 1))]
     seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats):
         for k, (one, in_a_row) in enumerate(passes):

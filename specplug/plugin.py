@@ -24,6 +24,7 @@ from specplug import carrier, hook
 from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
+from specplug.capture import GRAPHS
 from specplug.config import Adaptive, Confidence, Config, Fixed
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
@@ -53,7 +54,7 @@ class SpeculativeProcessor(LogitsProcessor):
 
     Args:
         draft: a `Drafter`, a model, the name or folder of one, "lookup", a `Draft` config, or a whole `Config`.
-        schedule, engine, verify, kernel: as in `attach`.
+        schedule, engine, verify, kernel, graph: as in `attach`.
         synchronize: wait for the device around forward passes, so that the seconds counted are right.
 
     Attributes:
@@ -70,16 +71,18 @@ class SpeculativeProcessor(LogitsProcessor):
         engine: str = "auto",
         verify: str = "block",
         kernel: str = "auto",
+        graph: str = "capture",
         synchronize: bool = False,
     ) -> None:
         if isinstance(draft, Config):
-            schedule, kernel = schedule or make_schedule(draft), draft.kernel.value
+            schedule, kernel, graph = schedule or make_schedule(draft), draft.kernel.value, draft.graph.value
             engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
         self.engine = _allowed("engine", engine, ENGINES)
         self.verify = _allowed("verify", verify, RULE_NAMES)
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
+        self.graph = _allowed("graph", graph, GRAPHS)
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
@@ -214,7 +217,7 @@ class SpeculativeProcessor(LogitsProcessor):
             with linear(), model._optimize_model_for_decode():
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
-                return decode(model, *inputs, streamer, trace=self.trace, **common)
+                return decode(model, *inputs, streamer, trace=self.trace, graph=self.graph, **common)
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:
@@ -350,7 +353,7 @@ def make_schedule(config: Config) -> Schedule:
     if isinstance(schedule, Fixed):
         return FixedSchedule(schedule.gamma)
     if isinstance(schedule, Confidence):
-        return ConfidenceSchedule(schedule.gamma, schedule.threshold)
+        return ConfidenceSchedule(schedule.gamma, schedule.threshold, schedule.criterion.value)
     assert isinstance(schedule, Adaptive)
     return AdaptiveSchedule(schedule.max_gamma, schedule.frozen)
 
@@ -364,6 +367,7 @@ def attach(
     schedule: Schedule | None = None,
     engine: str | None = None,
     kernel: str | None = None,
+    graph: str | None = None,
     config: Config | None = None,
 ) -> SpeculativeProcessor:
     """Let `generate` of a model, or of a pipeline's model, decode speculatively. Its output stays what it was.
@@ -383,6 +387,8 @@ def attach(
         kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
             positions of a pass, see kernel.py; "torch" keeps torch's, "numba" raises where ours cannot be had. As a logits processor
             the plugin leaves linear layers as they are.
+        graph: "capture" records passes of one sequence that come up again and again, and replays them without Python, see
+            capture.py; "off" does not. Results are the same.
         config: a `Config` from `specplug.load()`, for what is not given here.
     Raises:
         ValueError: draft and target do not fit, or a value is not allowed; the text says what is.
@@ -393,6 +399,7 @@ def attach(
         engine = type(config.engine).__name__.lower() if engine is None else engine
         verify = type(config.verify).__name__.lower() if verify is None else verify
         kernel = config.kernel.value if kernel is None else kernel
+        graph = config.graph.value if graph is None else graph
     if schedule is not None and gamma is not None:
         raise ValueError("gamma and schedule both say how many tokens to draft; give one of them")
     return SpeculativeProcessor(
@@ -401,6 +408,7 @@ def attach(
         engine=engine or "auto",
         verify=verify or "block",
         kernel=kernel or "auto",
+        graph=graph or "capture",
     ).attach(model_or_pipeline)
 
 

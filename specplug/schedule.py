@@ -40,17 +40,21 @@ class Plan(Protocol):
 
 
 class Schedule(Protocol):
-    min_confidence: float  # a draft model stops before a token where its highest probability is below this
+    min_confidence: float  # a draft model stops before a token where it is less sure than this, see `criterion`
+    criterion: str  # by what it is judged how sure the draft is, see CRITERIA
 
     def start(self, num_rows: int, costs_nothing: bool) -> Plan:
         """The plan of a call. `costs_nothing`: the drafter needs no forward pass, so it may propose more than is used."""
         ...
 
 
+CRITERIA = ("probability", "entropy")
+
+
 class FixedSchedule:
     """The same gamma in every round; 0 is plain decoding. Its own plan, since nothing is remembered."""
 
-    min_confidence = 0.0
+    min_confidence, criterion = 0.0, "probability"
     reason = "the same in every round"
 
     def __init__(self, gamma: int) -> None:
@@ -73,16 +77,19 @@ class ConfidenceSchedule(FixedSchedule):
     """Up to gamma tokens, fewer where the draft model is unsure what comes next.
 
     Decided before the token is drawn: to leave out a token because of what it turned out to be would change the law of
-    what is kept. Source of the idea: SVIP (arXiv 2411.18462), which bounds acceptance by the draft's entropy.
+    what is kept. How sure it is: by `probability` its highest one; by `entropy` 1 - sqrt(H), H in nats, which is the form of
+    SVIP's estimate of the acceptance rate (arXiv 2411.18462, section 3), 0 where H is 1 or more.
     """
 
     reason = "while the draft is sure"
 
-    def __init__(self, gamma: int, threshold: float) -> None:
+    def __init__(self, gamma: int, threshold: float, criterion: str = "probability") -> None:
         super().__init__(gamma)
         if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold={threshold!r}: a probability between 0 and 1")
-        self.min_confidence = threshold
+            raise ValueError(f"threshold={threshold!r}: a number between 0 and 1, how sure the draft has to be")
+        if criterion not in CRITERIA:
+            raise ValueError(f"criterion={criterion!r}: allowed are {', '.join(CRITERIA)}")
+        self.min_confidence, self.criterion = threshold, criterion
 
 
 SECOND_TRIAL = 3
@@ -158,7 +165,7 @@ class AdaptiveSchedule:
             drafts the same numbers of tokens.
     """
 
-    min_confidence = 0.0
+    min_confidence, criterion = 0.0, "probability"
     PLAIN_FIRST, ALLOWANCE, SHARE = 2, 2.5, 0.01
     FIRST_WAIT, LONGEST_WAIT, REFRESH = 16, 1024, 96
 

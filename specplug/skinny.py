@@ -5,8 +5,11 @@ in the nearest cache. Above, arithmetic is what takes time, so after the first r
 are multiplied together, which halves what has to be loaded per product.
 """
 
+import ctypes
+
 import numba
 import numpy as np
+from numba import types
 
 FEW = 8
 
@@ -77,3 +80,16 @@ def product(x, w, out):  # type: ignore[no-untyped-def]
             for k in range(num_in):
                 a += w[n, k] * x[m, k]
             out[m, n] = a
+
+
+_FLOATS = types.CPointer(types.float32)
+
+
+@numba.cfunc(types.void(_FLOATS, _FLOATS, _FLOATS, types.intp, types.intp, types.intp), cache=True)
+def _at(x, w, out, num_rows, num_in, num_out):  # type: ignore[no-untyped-def]
+    rows = numba.carray(x, (num_rows, num_in))
+    product(rows, numba.carray(w, (num_out, num_in)), numba.carray(out, (num_rows, num_out)))
+
+
+# By addresses (x, w, out) and sizes (M, K, N): arrays made of tensors cost more than a small layer's arithmetic.
+product_at = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_ssize_t] * 3)(_at.address or 0)

@@ -31,6 +31,7 @@ class Stats:
     seconds_draft: float = 0.0  # of that, drafting
     seconds_draft_forward: float = 0.0  # of that, in the draft's forward passes
     num_draft_steps: int = 0  # forward passes of the draft
+    seconds_capture: float = 0.0  # of the rounds, spent on recording passes that later ones replay
 
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
@@ -81,8 +82,8 @@ class Stats:
 
     @property
     def seconds_other(self) -> float:
-        """Of the rounds, the time outside the two models' forward passes: our overhead."""
-        return self.seconds_rounds - self.seconds_draft_forward - self.seconds_target
+        """Of the rounds, the time outside the two models' forward passes and their recording: our overhead."""
+        return self.seconds_rounds - self.seconds_draft_forward - self.seconds_target - self.seconds_capture
 
     @property
     def overhead(self) -> float | None:

@@ -117,8 +117,8 @@ def block_acceptance(
     tiny = torch.finfo(draft.dtype).tiny
     ratio = torch.where(target > 0, target / draft.clamp(min=tiny), torch.zeros_like(target))
     weights = [torch.ones_like(target_probs[:, 0, 0])]
-    for i in range(width):
-        weights.append((weights[-1] * ratio[:, i]).clamp(max=1))
+    for each in ratio.unbind(1):
+        weights.append((weights[-1] * each).clamp_(max=1))
     weight = torch.stack(weights, dim=1)  # (B, G + 1)
     left = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(-1)  # (B, G)
     lost = 1 - weight[:, :-1]
@@ -225,12 +225,17 @@ def sample_by(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def sample_draft(probs: Tensor) -> Tensor:
-    """One token id per row, (B, V) -> (B,), by a race.
+    """One token id per row, (B, V) -> (B,), by inverting the distribution function: one random number a row.
 
-    What `torch.multinomial` does, without its checks, which cost more than a small draft's arithmetic and wait for the
-    device. For drafts alone: the target's own draws are made as transformers makes them.
+    `torch.multinomial` draws one for each token of the vocabulary, which costs more than a small draft's arithmetic, and
+    waits for the device. Summed and inverted in float64, so that the law is that of `probs` to its last digit. For drafts
+    alone: the target's own draws are made as transformers makes them.
     """
-    return race(probs, torch.empty_like(probs).exponential_())
+    total = probs.cumsum(-1, dtype=torch.float64)
+    point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device)
+    # Strictly below the sum, also by rounding: what is found has a probability above 0.
+    point *= total[:, -1:] * (1 - torch.finfo(torch.float64).eps)
+    return torch.searchsorted(total, point, right=True).squeeze(1).clamp(max=probs.shape[-1] - 1)
 
 
 RULES = {"token": verify_token, "block": verify_block}  # of drafts that were drawn

@@ -23,6 +23,7 @@ from transformers import (
 
 torch.set_num_threads(1)
 
+
 PAD, BOS, EOS = 0, 1, 2
 
 

@@ -16,6 +16,7 @@ import string
 import sys
 import time
 import warnings
+from unittest import mock
 
 import torch
 import transformers
@@ -29,11 +30,12 @@ from transformers import (
 )
 
 import specplug
+from specplug import capture
 from specplug.cache import NAME
 from specplug.drafters import Proposal
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter
-from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
+from specplug.schedule import CRITERIA, AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
 VOCAB = 48
 LETTERS = string.ascii_letters
@@ -347,7 +349,7 @@ def schedule_of(case: dict):
     if case["schedule"] == "adaptive":
         return AdaptiveSchedule(max(case["gamma"], 1))
     if case["schedule"] == "confidence":
-        return ConfidenceSchedule(case["gamma"], 0.3)
+        return ConfidenceSchedule(case["gamma"], 0.3, CRITERIA[case["prompt_seed"] % 2])
     return FixedSchedule(case["gamma"])
 
 
@@ -371,7 +373,8 @@ def outcome(case: dict, ours: bool):
         call["specplug"] = {"seed": case["seed"]}
     torch.manual_seed(case["prompt_seed"])
     try:
-        result = target.generate(**call)
+        with mock.patch.object(capture, "USES_BEFORE", 1):  # texts are short here
+            result = target.generate(**call)
     except Exception as error:
         result = f"{type(error).__name__}: {error}"
     finally:

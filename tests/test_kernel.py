@@ -1,6 +1,7 @@
 """The linear layer for a few rows: the same product as torch's, swapped in for the length of a call and for nothing else."""
 
 import copy
+import ctypes
 import io
 import threading
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import specplug
 from specplug import kernel
-from specplug.skinny import product
+from specplug.skinny import product_at as product
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +31,15 @@ def test_the_product_is_torchs():
 
 
 def test_the_self_check_finds_a_wrong_product():
-    def forgets_the_last(x, w, out):
-        product(x[:, :-1].copy(), w[:, :-1].copy(), out)
+    def forgets_the_last(x, w, out, num_rows, num_in, num_out):
+        product(x, w, out, num_rows, num_in, num_out - 1)
 
-    assert kernel.self_check(forgets_the_last) > kernel.TOLERANCE
-    assert kernel.self_check(lambda x, w, out: None) == float("inf")  # what is not written is not right
+    def adds_another(x, w, out, num_rows, num_in, num_out):
+        product(x, w, out, num_rows, num_in, num_out)
+        ctypes.cast(out, ctypes.POINTER(ctypes.c_float))[0] += 1
+
+    for wrong in (forgets_the_last, adds_another, lambda *args: None):  # what is not written is not right
+        assert kernel.self_check(wrong) > kernel.TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 4), (1, 17), (17,), ()])
@@ -99,8 +104,8 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     target = make_model()
     draft = noisy_copy(target)
     calls = []
-    forward = kernel._forward
-    monkeypatch.setattr(kernel, "_forward", lambda *args: calls.append(args[0]) or forward(*args))
+    forward = kernel.FewRows.forward
+    monkeypatch.setattr(kernel.FewRows, "forward", lambda *args: calls.append(args[0]) or forward(*args))
     call = {"do_sample": False, "max_new_tokens": 20}
     plain = target.generate(prompt(), **call)
     assert not calls

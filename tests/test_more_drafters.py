@@ -1,5 +1,6 @@
 """Suffix counts, early exit, chains, and drafters of other packages. That none of them changes the output: test_fuzz.py."""
 
+import math
 import sys
 import time
 import types
@@ -19,6 +20,7 @@ from specplug.drafters.chain import BUCKETS, ChainDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter, first_layers
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.suffix import Counts, SuffixDrafter
+from specplug.schedule import ConfidenceSchedule
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
@@ -225,3 +227,27 @@ def test_configurations():
     assert specplug.load("draft=suffix", "draft.warm=true").draft.warm
     with pytest.raises(ConfigError, match=r"draft\.num_layers=null: say how many"):
         specplug.load("draft=early_exit")
+
+
+def test_how_sure_a_draft_is():
+    """By its highest probability, or by 1 - sqrt(entropy), which never falls below 0; in the mean of the rows."""
+    sure, split, flat = torch.tensor([1.0, 0, 0, 0]), torch.tensor([0.9, 0.1, 0, 0]), torch.full((4,), 0.25)
+    entropy = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
+    for criterion, expected in (("probability", [1.0, 0.9, 0.25]), ("entropy", [1.0, 1 - math.sqrt(entropy), 0.0])):
+        for probs, value in zip((sure, split, flat), expected, strict=True):
+            for threshold in (value - 0.01, value + 0.01):
+                request = Request(True, LogitsProcessorList(), 4, threshold, criterion)
+                assert request.unsure(probs[None]) == (threshold > 0 and value < threshold)
+        both = Request(True, LogitsProcessorList(), 4, (expected[0] + expected[2]) / 2 + 0.01, criterion)
+        assert both.unsure(torch.stack([sure, flat]))
+
+
+@pytest.mark.parametrize("criterion", ["probability", "entropy"])
+def test_an_unsure_draft_proposes_less(llama, llama_draft, criterion):
+    drafted = {}
+    for threshold in (0.0, 0.5, 1.0):
+        schedule = ConfidenceSchedule(5, threshold, criterion)
+        with specplug.attach(llama, llama_draft, schedule=schedule) as plugin:
+            llama.generate(prompt(), do_sample=True, temperature=0.3, max_new_tokens=40)
+            drafted[threshold] = plugin.last.mean_gamma
+    assert drafted[0.0] > drafted[0.5] > 0 and drafted[1.0] < 1

@@ -96,7 +96,9 @@ def test_the_ids_of_plain_generate(target, drafters, settings, drafter):
 
 
 @pytest.mark.parametrize(
-    "schedule", [*map(FixedSchedule, (0, 1, 9)), ConfidenceSchedule(6, 0.4), AdaptiveSchedule(8)], ids=str
+    "schedule",
+    [*map(FixedSchedule, (0, 1, 9)), ConfidenceSchedule(6, 0.4), AdaptiveSchedule(8)],
+    ids=["fixed 0", "fixed 1", "fixed 9", "confidence", "adaptive"],
 )
 def test_for_every_schedule(target, drafters, schedule):
     for seed in range(6):

@@ -148,6 +148,7 @@ def test_costs_between_and_behind_what_was_measured():
         (lambda: FixedSchedule(-1), "gamma=-1"),
         (lambda: AdaptiveSchedule(max_gamma=2.5), r"max_gamma=2\.5"),
         (lambda: ConfidenceSchedule(4, 1.5), r"threshold=1\.5"),
+        (lambda: ConfidenceSchedule(4, 0.5, "margin"), "allowed are probability, entropy"),
     ],
 )
 def test_bad_values(make, said):

@@ -224,6 +224,17 @@ def test_drafts_are_drawn_from_their_distribution():
     assert chisquare(seen[possible], probs[possible].double() / probs[possible].double().sum() * 20_000).pvalue > 1e-6
 
 
+def test_the_ends_of_the_distribution(monkeypatch):
+    """The least and the largest random number find tokens of a probability above 0, and a nan finds some token."""
+    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [float("nan")] * 5])
+    for number, expected in ((0.0, [1, 2]), (1 - 2**-53, [3, 2])):
+        monkeypatch.setattr(
+            verify.torch, "rand", lambda *args, n=number, **kwargs: torch.full((3, 1), n, dtype=torch.float64)
+        )
+        tokens = verify.sample_draft(probs).tolist()
+        assert tokens[:2] == expected and 0 <= tokens[2] < 5
+
+
 def test_rows_that_drafted_less():
     """Behind a row's last draft nothing is tested: its bonus token has the target's own distribution there."""
     generator = torch.Generator().manual_seed(0)

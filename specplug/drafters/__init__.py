@@ -7,12 +7,14 @@ A `Drafter` can be shared by threads and calls: it holds what does not change. E
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from specplug.capture import Capture
 from specplug.config import first_line
 from specplug.noise import Noise
 from specplug.schedule import Plan
@@ -40,11 +42,23 @@ class Request:
     do_sample: bool  # draw the drafts, and state what they were drawn from; else take no random numbers
     processors: LogitsProcessorList  # those of the caller that may be used on drafts, see warp.for_draft
     vocab_size: int  # V of the target; proposals stay below it
-    min_confidence: float = 0.0  # stop before a token where the draft's highest probability is below this
+    min_confidence: float = 0.0  # stop before a token where the draft is less sure than this, see ConfidenceSchedule
+    criterion: str = "probability"
     cache: Any = None  # the target's, where one sequence is decoded: it holds all of the text but the last token
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
+    capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
+
+    def unsure(self, probs: Tensor) -> bool:
+        """Whether to stop before a token that would be drawn from `probs`, (B, V): less sure than asked for, in the mean."""
+        if not self.min_confidence:
+            return False
+        if self.criterion == "probability":
+            sure = probs.amax(-1)
+        else:
+            sure = 1 - torch.special.entr(probs).sum(-1).clamp(min=0).sqrt()
+        return float(sure.clamp(min=0).mean()) < self.min_confidence
 
 
 class Session(Protocol):

@@ -92,8 +92,8 @@ class CrossVocabSession(ModelRowSession):
         """By string the drafts are not the target's one by one; what still holds is found when the text is read again."""
         super().observe(row, self.num_fed.get(row, 0) if self.by_string else num_accepted)
 
-    def _forward(self, new: Tensor, **inputs: Any) -> Tensor:
-        logits = super()._forward(new, **inputs)
+    def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
+        logits = super()._forward(new, padded, **inputs)
         return logits if self.by_string else logits.masked_fill(self.silent, float("-inf"))
 
     def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
@@ -101,7 +101,7 @@ class CrossVocabSession(ModelRowSession):
         if self.noise is None or self.by_string:
             return super()._draw(scores, probs, rows, lengths)
         drawn_from = scores.softmax(-1)
-        if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
+        if self.request.unsure(drawn_from):
             return None
         named = drawn_from.new_zeros((len(rows), self.target_vocab_size))
         named[:, self.shared_target] = drawn_from[:, self.shared_draft]

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specplug import warp
 from specplug.cache import NAME, align, crop, new_draft_cache, prepare_for_crop, select, why_not_croppable
+from specplug.capture import MAX_WIDTH
 from specplug.drafters import Proposal, Request, RowProposals, RowSession, Session
 from specplug.verify import race, sample_draft
 
@@ -52,22 +53,27 @@ class Forward:
         self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
         self.cache: DynamicCache | None = None
         self.num_steps, self.seconds_forward = 0, 0.0
+        self.passes = request.capture.passes(self.model)
 
-    def _forward(self, new: Tensor, **inputs: Any) -> Tensor:
+    def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
         """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
-        if self.takes_keep and new.shape[1] > 1:  # of a whole prompt, the last position's logits are enough
+        if self.takes_keep and new.shape[1] > MAX_WIDTH:  # of a whole prompt, the last position's logits are enough
             inputs["logits_to_keep"] = 1
         first = self.cache is None
         if self.cache is None:
             self.cache = new_draft_cache(self.model.config)
-        started = self._now()
+        inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
+        started, before = self._now(), self.request.capture.seconds
         with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
-            outputs = self.model(input_ids=new, use_cache=True, return_dict=True, **inputs, **{NAME: self.cache})
-        self.seconds_forward += self._now() - started
+            if padded:
+                logits = self.model(**inputs).logits
+            else:
+                logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits)
+            logits = logits[:, -1].float()
+        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
         self.num_steps += 1
         if first:
             prepare_for_crop(self.cache)
-        logits = outputs.logits[:, -1].float()
         missing = self.request.vocab_size - logits.shape[-1]
         if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
@@ -83,7 +89,7 @@ class Forward:
         if not self.request.do_sample and not self.request.min_confidence and noise is None:
             return scores.argmax(-1)
         drawn_from = warp.to_probs(scores)
-        if self.request.min_confidence and float(drawn_from.amax(-1).mean()) < self.request.min_confidence:
+        if self.request.unsure(drawn_from):
             return None
         if noise is not None:
             return race(drawn_from, noise.of(rows, lengths, drawn_from))
@@ -171,7 +177,7 @@ class ModelRowSession(Forward):
             mask = torch.arange(slots, device=device) >= slots - ends  # (A, S + N)
             positions = (ends - new.shape[1] + torch.arange(new.shape[1], device=device)).clamp(min=0)
             inputs = {"position_ids": positions} if self.takes_positions else {}
-            logits = self._forward(new, attention_mask=mask.long(), **inputs)
+            logits = self._forward(new, padded=True, attention_mask=mask.long(), **inputs)
             prefixes = [drafted[b] for b in active]
             scores = warp.process_rows(self.request.processors, prefixes, logits)
             drawn = self._draw(scores, probs, active, [lengths[b] + len(tokens) for b in active])

@@ -1,0 +1,260 @@
+"""Recorded passes: bit by bit what transformers computes, used only where that was seen, made anew when the model changes."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import make_model, noisy_copy, prompt
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, MixtralConfig, OPTConfig, Qwen3Config
+
+import specplug
+from specplug import capture
+from specplug.cache import NAME
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(capture, "USES_BEFORE", 0)
+
+
+def recordings(model):
+    """Those that are used."""
+    return {width for (width, _), each in capture._KNOWN[model][1].items() if each.ready}
+
+
+def run(model, widths, graph="capture"):
+    """Logits of several passes in a row, and the cache's length behind each."""
+    torch.manual_seed(0)
+    cache, found = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        model(input_ids=prompt(9), use_cache=True, **{NAME: cache})
+        passes = capture.Capture(graph).passes(model)
+        for number, width in enumerate(widths):
+            ids = prompt(width, seed=number)
+
+            def ordinary(ids=ids):
+                return model(input_ids=ids, use_cache=True, **{NAME: cache}).logits
+
+            found.append((passes(ids, cache, ordinary), cache.get_seq_length()))
+    return found
+
+
+def same(one, other):
+    return all(torch.equal(a, b) and m == n for (a, m), (b, n) in zip(one, other, strict=True))
+
+
+WIDTHS = [1, 1, 1, 3, 3, 1, 3, 3, 5, 5, 1, 5, 3]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_replay_is_the_pass_bit_by_bit(kind):
+    model = make_model(kind)
+    assert same(run(model, WIDTHS), run(model, WIDTHS, "off"))
+    assert recordings(model) == {1, 3, 5}
+
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32),
+        Qwen3Config(**SMALL, intermediate_size=64, num_key_value_heads=2, head_dim=8),
+        GPTNeoXConfig(**SMALL, intermediate_size=64),
+        MixtralConfig(**SMALL, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, sliding_window=None),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_architectures_are_recorded_right_or_not_at_all(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert same(run(model, WIDTHS), run(model, WIDTHS, "off"))
+
+
+def test_what_decides_by_more_than_the_width_is_not_recorded():
+    model = make_model("llama")
+    layer = model.model.layers[0]
+    original = type(layer)
+
+    class Decides(original):
+        def forward(self, hidden_states, *args, **kwargs):
+            found = super().forward(hidden_states, *args, **kwargs)
+            return found * 2 if hidden_states.sum() > 0 else found
+
+    Decides.__module__ = original.__module__
+    layer.__class__ = Decides
+    assert same(run(model, WIDTHS), run(model, WIDTHS, "off"))
+    assert recordings(model) == set()
+
+
+def test_a_replay_that_differs_is_not_used(monkeypatch):
+    original = capture.record
+
+    def wrong(model, inputs):
+        recorded = original(model, inputs)
+        return lambda *inputs: (recorded(*inputs)[0] + 1e-6, *recorded(*inputs)[1:])
+
+    monkeypatch.setattr(capture, "record", wrong)
+    model = make_model("llama")
+    assert same(run(model, WIDTHS), run(model, WIDTHS, "off"))
+    assert recordings(model) == set()
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+
+
+def change_data(model):
+    model.lm_head.weight.data = model.lm_head.weight.data * 1.5
+
+
+def change_parameter(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1.5)
+
+
+def change_module(model):
+    model.model.norm = nn.Identity()
+
+
+def change_hook(model):
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+
+def change_forward(model):
+    original = model.model.norm.forward
+    model.model.norm.forward = lambda x: original(x) * 1.5
+
+
+def change_mode(model):
+    model.set_attn_implementation("eager")
+
+
+def change_back_and_forth(model):
+    model.half()
+    model.float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_in_place,
+        change_data,
+        change_parameter,
+        change_module,
+        change_hook,
+        change_forward,
+        change_mode,
+        change_back_and_forth,
+    ],
+)
+def test_a_model_that_changes_is_not_replayed_as_it_was(change):
+    model = make_model("llama")
+    before = run(model, WIDTHS)
+    assert recordings(model)
+    change(model)
+    after = run(model, WIDTHS)
+    assert same(after, run(model, WIDTHS, "off"))
+    assert change in (change_mode,) or not same(before, after), "the change changes something"
+
+
+@pytest.mark.parametrize("which", ["training", "autocast", "gradients", "layer of somebody else's", "mode"])
+def test_what_is_not_recorded_says_why(which):
+    model = make_model("llama")
+    with torch.no_grad():
+        assert capture.why_not(model) is None
+        if which == "training":
+            model.model.layers[0].train()
+        if which == "layer of somebody else's":
+
+            class Mine(nn.Linear):
+                pass
+
+            model.lm_head.__class__ = Mine
+        if which == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert "autocast" in capture.why_not(model)
+            return
+        if which == "mode":
+            from torch.utils.flop_counter import FlopCounterMode
+
+            with FlopCounterMode(display=False):
+                assert "mode" in capture.why_not(model)
+            return
+        if which == "gradients":
+            with torch.enable_grad():
+                assert "gradients" in capture.why_not(model)
+            return
+        assert capture.why_not(model) is not None
+        assert capture.Capture("capture").passes(model)._recordings is None
+
+
+def test_weights_still_ask_for_gradients():
+    model = make_model("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    run(model, WIDTHS)
+    assert recordings(model)
+    assert not model.model.embed_tokens.weight.requires_grad and model.lm_head.weight.requires_grad
+    model(input_ids=prompt(4)).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8)])
+def test_a_call_has_the_same_ids_with_and_without(options):
+    model = make_model("llama")
+    draft = noisy_copy(model)
+    found = {}
+    for graph in capture.GRAPHS:
+        with specplug.attach(model, draft, gamma=3, graph=graph) as plugin:
+            torch.manual_seed(0)
+            found[graph] = [model.generate(prompt(9), max_new_tokens=60, **options) for _ in range(3)]
+            assert (plugin.stats.seconds_capture > 0) == (graph == "capture")
+    assert all(map(torch.equal, *found.values()))
+    assert 4 in recordings(model) and 1 in recordings(draft)
+
+
+@pytest.mark.parametrize("what", ["padding", "positions"])
+def test_padding_and_positions_of_ones_own_go_the_ordinary_way(what):
+    model = make_model("llama")
+    ids, mask = prompt(9), torch.ones((1, 9), dtype=torch.long)
+    given = {"attention_mask": mask}
+    if what == "padding":
+        mask[:, :3] = 0
+    else:
+        given["position_ids"] = torch.arange(5, 14)[None]
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False, **given)
+    with specplug.attach(model, "lookup", graph="capture") as plugin:
+        assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False, **given), plain)
+        assert plugin.last.engine != "plain" and plugin.stats.seconds_capture == 0
+
+
+def test_threads_share_recordings():
+    model = make_model("llama")
+    draft = noisy_copy(model)
+    expected = model.generate(prompt(9), max_new_tokens=60, do_sample=False)
+    with specplug.attach(model, draft, gamma=3):
+        results = []
+        threads = [
+            threading.Thread(
+                target=lambda: results.append(model.generate(prompt(9), max_new_tokens=60, do_sample=False))
+            )
+            for _ in range(4)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert len(results) == 4 and all(torch.equal(each, expected) for each in results)
+
+
+def test_recordings_go_with_their_model():
+    model = make_model("llama")
+    run(model, WIDTHS)
+    weights, known = weakref.ref(model.lm_head.weight), weakref.ref(model)
+    del model
+    gc.collect()
+    assert known() is None and weights() is None
