@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from specplug import theory
+from specplug import theory, tracker
 from specplug.config import Calibrate, Config, ConfigError, Drafter
 from specplug.console import Bar, console
 from specplug.data import load_rows
 from specplug.measure import measure_passes
-from specplug.pipelines import generate_arguments, pipeline_from
+from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.runs import begin, describe_environment, write_json
 from specplug.schedule import FixedSchedule
@@ -33,7 +33,8 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Calibrate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: there is nothing to calibrate; name a draft, or draft=lookup")
-    rows = load_rows(config.dataset, recipe.limit)
+    tracker.check_installed(config)
+    rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     plugin.schedule = FixedSchedule(recipe.gamma)
     prompts = [encode(pipe.tokenizer, row, config, pipe.model) for row in rows]
@@ -61,6 +62,9 @@ def run(config: Config, folder: Path) -> int:
     )
     result = calibration(plugin.stats, passes, plain_step, draft_step, plugin.drafter.costs_nothing)
     write_json(folder / "calibration.json", result)
+    tracking = tracker.start(config, folder)
+    tracking.log(result["num_calls"], {"calibration": result})
+    tracking.finish()
     show(result)
     print(json.dumps(result))
     return 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-from specplug import training
+from specplug import tracker, training
 from specplug.config import Config, Distill, Texts
 from specplug.console import Bar, console
 from specplug.data import Row, prompt_ids
@@ -33,6 +33,7 @@ from specplug.training import Example
 def run(config: Config, folder: Path) -> int:
     recipe = config.recipe
     assert isinstance(recipe, Distill)
+    tracker.check_installed(config)
     target, tokenizer = load_target(config.target)
     train, held_out = split(config, recipe.held_out)
     set_seed(config.seed)
@@ -49,6 +50,7 @@ def run(config: Config, folder: Path) -> int:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     where: Any = target
     where.to(training.device_name())
+    tracking = tracker.start(config, folder)
     try:
         written, held = texts(target, tokenizer, train[: recipe.samples], held_out, config, folder)
         cache = None
@@ -69,10 +71,13 @@ def run(config: Config, folder: Path) -> int:
             config.seed,
             trainer_for(recipe, teacher, pad),
             partial(collate_with, cache, pad),
+            tracking,
         )
     except KeyboardInterrupt:
         console.print(f"interrupted; go on with: specplug resume={folder}")
         return 130
+    finally:
+        tracking.finish()
     acceptance = held_out_acceptance(target, draft.eval(), held, pad)
     output = Path(recipe.output) if recipe.output is not None else folder / "model"
     source = f"of the target at temperature {recipe.temperature}" if recipe.texts is Texts.target else "given"

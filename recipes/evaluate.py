@@ -5,12 +5,15 @@ specplug pair=lookup target=custom target.name_or_path=MODEL.gguf dataset=spec_b
 
 Per prompt, in turn: plain `generate`, transformers' own assisted generation with the same pair, and ours. Writes
 samples.jsonl, trace.jsonl, summary.json, report.md and report.html into the run folder and prints the summary as the last line of stdout. Exit
-code 1 if an output differs from plain decoding by more than rounding explains; 130 after Ctrl-C, with what is done kept.
+code 1 if an output differs from plain decoding by more than rounding explains, or if every prompt failed; 130 after Ctrl-C, with
+what is done kept. Rows are streamed: neither they nor what is measured on them is held in memory.
 """
 
+import itertools
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,19 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from specplug import measure
-from specplug.config import Config, ConfigError, Drafter, Evaluate
+from specplug import measure, tracker
+from specplug.config import Config, ConfigError, Drafter, Evaluate, Metric, OnError, first_line
 from specplug.console import Bar, console, table_of
-from specplug.data import History, Row, load_rows, prompt_ids
+from specplug.data import History, Row, conversations, prompt_ids
 from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
-from specplug.pipelines import pipeline_from
-from specplug.report import headline, rows, so_far, write_reports
-from specplug.runs import Run, append_line, describe_environment, drop_partial_line, read_samples, write_json
+from specplug.metrics.scoring import Scorer
+from specplug.pipelines import length_filter, pipeline_from
+from specplug.report import SoFar, headline, rows, write_reports
+from specplug.runs import Run, append_line, describe_environment, drop_partial_line, each_sample, write_json
 from specplug.schedule import AdaptiveSchedule
+from specplug.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +43,16 @@ def run(config: Config, folder: Path) -> int:
     assert isinstance(recipe, Evaluate)
     if config.draft.drafter is Drafter.none:
         raise ConfigError("draft=none: evaluate compares a draft with plain decoding; name a draft, or draft=lookup")
-    samples = load_rows(config.dataset, recipe.limit, all_turns=True)
+    tracker.check_installed(config)
+    total = look_over(config)
     pipe, plugin = pipeline_from(config)
     plugin.synchronize = True
     model, tokenizer = pipe.model, pipe.tokenizer
-    first = [encode(tokenizer, row, config, model) for row in samples if row.follows is None]
+    first = first_prompts(config, tokenizer, model, max(recipe.warmup, 1))
 
-    environment = describe_environment(str(model.device), str(model.dtype).removeprefix("torch."))
+    environment = describe_environment(
+        str(model.device), str(model.dtype).removeprefix("torch."), batch_size=recipe.batch_size
+    )
     with swapped(plugin.kernel, model) as own_kernel:
         environment["kernel"] = "numba" if own_kernel and torch.get_num_threads() == 1 else "torch"
     environment["bytes_target"] = model.get_memory_footprint()
@@ -53,7 +61,7 @@ def run(config: Config, folder: Path) -> int:
     results = Run(folder, config, environment)
     sides = measure.Sides(config, model, tokenizer, plugin)
     for ids in first[: recipe.warmup]:
-        sides.take_turns(ids, config.seed)
+        sides.take_turns([ids], config.seed)
     gamma = max(plugin.stats.drafted, default=1)
     costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel, plugin.graph)
     write_json(
@@ -61,18 +69,12 @@ def run(config: Config, folder: Path) -> int:
         asdict(costs) | {"cost_coefficient": costs.cost_coefficient, "width_cost": costs.width_cost},
     )
 
-    bar = Bar("evaluate").start(len(samples), sum(row.id in results.done for row in samples))
+    bar = Bar("evaluate").start(total, len(results.done))
+    tracking = tracker.start(config, folder)
+    evaluation = Evaluation(config, sides, results, bar, tracking)
     interrupted = False
     try:
-        for number, row in enumerate(samples):
-            if row.id not in results.done:
-                try:
-                    ids = encode(tokenizer, row, config, model, conversation(row, samples, results.done))
-                except (ConfigError, KeyError) as error:  # first turns were looked at before
-                    log.warning("%s: left out, the conversation has become too long: %s", row.id, error)
-                    continue
-                results.append(sides.sample(row, ids, config.seed + number))
-                bar.advance(number + 1, *so_far(list(results.done.values())))
+        evaluation.run()
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -80,20 +82,27 @@ def run(config: Config, folder: Path) -> int:
         results.close()
         if isinstance(plugin.schedule, AdaptiveSchedule) and not plugin.schedule.frozen:
             plugin.schedule.save(folder / "schedule.json")
-    if not results.done:
+    if interrupted and not results.done:
+        tracking.finish()
         console.print("interrupted before the first sample was done; nothing to report")
         return 130
     try:
         if not interrupted:
-            write_traces(sides, samples, results, config)
+            evaluation.write_traces()
     except KeyboardInterrupt:
         interrupted = True
     summary = write_reports(folder)
+    tracking.log(len(results.done), {"summary": summary})
+    tracking.finish()
     show(summary)
     if interrupted:
-        console.print(f"interrupted: {len(results.done)} of {len(samples)} done. Go on with: specplug resume={folder}")
+        of = "" if total is None else f" of {total}"
+        console.print(f"interrupted: {len(results.done)}{of} done. Go on with: specplug resume={folder}")
         return 130
     print(json.dumps(summary, ensure_ascii=False))
+    if not results.done:
+        console.print(Text(f"every prompt failed, the first: {summary['errors'][0]['reason']}", style="bold red"))
+        return 1
     if summary["mismatches"]:
         differing = one_line(", ".join(summary["mismatches"]))
         console.print(Text(f"output differs from plain decoding in: {differing}", style="bold red"))
@@ -101,24 +110,136 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def write_traces(sides: measure.Sides, samples: list[Row], results: Run, config: Config) -> None:
-    """trace.jsonl for the first prompts of each category in turn. Last of all, since what it does must not be timed."""
+def source(config: Config) -> Iterator[list[Row]]:
+    """Conversations, from the beginning; a run goes over them more than once and keeps none."""
     assert isinstance(config.recipe, Evaluate)
-    file = results.folder / "trace.jsonl"
-    drop_partial_line(file)
-    traced = {trace["id"] for trace in read_samples(file)}
-    chosen = one_of_each([row.category for row in samples])[: config.recipe.trace]
-    missing = [number for number in chosen if samples[number].id not in traced]
-    bar = Bar("trace").start(len(missing))
-    try:
-        for done, number in enumerate(missing, start=1):
-            row = samples[number]
-            text = results.done[row.id]["speculative"]["text"]
-            ids = encode(sides.tokenizer, row, config, sides.model, conversation(row, samples, results.done))
-            append_line(file, sides.trace(row, ids, config.seed + number, text))
-            bar.advance(done)
-    finally:
-        bar.stop()
+    return conversations(config.dataset, config.recipe.limit, tokenizer=length_filter(config))
+
+
+def look_over(config: Config) -> int | None:
+    """How many prompts there are, after a look at each, so that what is wrong with one is said before anything runs. Of a hub,
+    whose rows would be loaded twice, only the first is looked at, and nobody knows how many there are. Raises ConfigError."""
+    scorer, known = Scorer(config.dataset), config.dataset.path is not None or config.dataset.corpus
+    count, scored = 0, 0
+    for turns in source(config) if known else itertools.islice(source(config), 1):
+        count += len(turns)
+        scored += sum(map(scorer.scores, turns))
+    if known and config.dataset.metric is not Metric.none and not scored:
+        raise ConfigError(
+            f"dataset.metric={config.dataset.metric.name}: no row has a reference; name its column with"
+            " dataset.reference_column, or take dataset.metric=none"
+        )
+    return count if known else None
+
+
+def first_prompts(config: Config, tokenizer: Any, model: Any, count: int) -> list[torch.Tensor]:
+    """The first that fit, (1, T) each. Raises the ConfigError of the very first if none does."""
+    prompts: list[torch.Tensor] = []
+    problem: ConfigError | None = None
+    for turns in source(config):
+        try:
+            prompts.append(encode(tokenizer, turns[0], config, model))
+        except ConfigError as error:
+            problem = problem or error
+        if len(prompts) == count:
+            break
+    if not prompts:
+        assert problem is not None
+        raise problem
+    return prompts
+
+
+class Evaluation:
+    """Goes through the rows and keeps what has to be kept of them: ids, and the few that are going to be traced."""
+
+    def __init__(self, config: Config, sides: measure.Sides, results: Run, bar: Bar, tracking: Tracker) -> None:
+        assert isinstance(config.recipe, Evaluate)
+        self.config, self.recipe, self.sides, self.results, self.bar = config, config.recipe, sides, results, bar
+        self.tracking, self.so_far = tracking, SoFar()
+        for sample in each_sample(results.samples_file):
+            if "error" not in sample:
+                self.so_far.add(sample)
+        self.to_trace: list[tuple[int, list[Row]]] = []  # number of a row, and its conversation up to it
+
+    def run(self) -> None:
+        number, group = 0, []  # type: ignore[var-annotated]
+        place, seen = 0, Counter[str]()
+        for turns in source(self.config):
+            for k, row in enumerate(turns):
+                # A later turn needs the answers to those before it, so they are not decoded with it.
+                if len(group) == self.recipe.batch_size or any(row.follows == other[-1].id for other in group):
+                    self.measure(group, number)
+                    number, group = place, []
+                group.append(turns[: k + 1])
+                seen[row.category] += 1
+                if seen[row.category] <= self.recipe.trace:
+                    self.to_trace.append((place, turns[: k + 1]))
+                place += 1
+        self.measure(group, number)
+
+    def measure(self, group: list[list[Row]], number: int) -> None:
+        """Rows that are decoded together, each at the end of its conversation so far. `number` of the first sets the seed."""
+        if all(turns[-1].id in self.results.done for turns in group):
+            return
+        rows, prompts = [], []
+        for turns in group:
+            try:
+                prompts.append(self.prompt(turns))
+                rows.append(turns[-1])
+            except KeyError:
+                self.failed([turns[-1]], ConfigError("the turn before it failed"))
+            except ConfigError as error:
+                self.failed([turns[-1]], error)
+        if not rows:
+            return
+        try:
+            records = self.sides.samples(rows, prompts, self.config.seed + number)
+        except Exception as error:  # whatever it is, the other prompts may be fine
+            self.failed(rows, error)
+            return
+        for record in records:
+            if record["id"] not in self.results.done:
+                self.results.append(record)
+                self.so_far.add(record)
+        self.bar.advance(len(self.results.done), *self.so_far.told())
+        self.tracking.log(len(self.results.done), self.so_far.numbers())
+
+    def prompt(self, turns: list[Row]) -> torch.Tensor:
+        """(1, T) ids of the last turn behind those before it, each with the answer that plain decoding gave."""
+        history: History = [(turn.prompt, self.results.read(turn.id)["plain"]["text"]) for turn in turns[:-1]]
+        return encode(self.sides.tokenizer, turns[-1], self.config, self.sides.model, history)
+
+    def failed(self, rows: list[Row], error: Exception) -> None:
+        """Write down that these failed, or end the run, as the recipe says."""
+        reason = first_line(error)
+        if not isinstance(error, ConfigError):
+            reason = f"{type(error).__name__}: {reason}"
+        names = ", ".join(row.id for row in rows)
+        if self.recipe.on_error is OnError.stop:
+            raise ConfigError(f"{names}: {reason}; recipe.on_error=record leaves such prompts out") from error
+        log.warning("%s: left out: %s", names, reason)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what a pass that ran out of memory left
+        for row in rows:
+            self.results.append({"id": row.id, "category": row.category, "error": reason})
+
+    def write_traces(self) -> None:
+        """trace.jsonl for the first prompts of each category in turn. Last of all, since what it does must not be timed."""
+        file = self.results.folder / "trace.jsonl"
+        drop_partial_line(file)
+        traced = {trace["id"] for trace in each_sample(file)}
+        kept = [each for each in self.to_trace if each[1][-1].id in self.results.done]
+        chosen = [kept[k] for k in one_of_each([turns[-1].category for _, turns in kept])[: self.recipe.trace]]
+        missing = [each for each in chosen if each[1][-1].id not in traced]
+        bar = Bar("trace").start(len(missing))
+        try:
+            for done, (number, turns) in enumerate(missing, start=1):
+                text = self.results.read(turns[-1].id)["speculative"]["text"]
+                ids = self.prompt(turns)
+                append_line(file, self.sides.trace(turns[-1], ids, self.config.seed + number, text))
+                bar.advance(done)
+        finally:
+            bar.stop()
 
 
 def one_of_each(categories: list[str]) -> list[int]:
@@ -137,16 +258,6 @@ def bytes_beside(drafter: Any, target: Any) -> int:
     models = [each.model for each in getattr(drafter, "members", [drafter]) if isinstance(each, ModelDrafter)]
     own = {w.data_ptr(): w.numel() * w.element_size() for model in models for w in model.parameters()}
     return sum(size for address, size in own.items() if address not in shared)
-
-
-def conversation(row: Row, rows: list[Row], done: dict[str, Any]) -> History:
-    """The turns before this one, each with the answer that plain decoding gave."""
-    by_id = {each.id: each for each in rows}
-    turns: History = []
-    while row.follows is not None:
-        row = by_id[row.follows]
-        turns.insert(0, (row.prompt, done[row.id]["plain"]["text"]))
-    return turns
 
 
 def encode(tokenizer: Any, row: Row, config: Config, model: Any, history: History | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from specplug import training
+from specplug import tracker, training
 from specplug.config import Config, Train
 from specplug.console import Bar, console
 from specplug.data import Row, load_rows
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 def run(config: Config, folder: Path) -> int:
     recipe = config.recipe
     assert isinstance(recipe, Train)
+    tracker.check_installed(config)
     train, held_out = split(config, recipe.held_out)
     if recipe.tokenizer is not None or recipe.init is not None:
         tokenizer = training.loaded(AutoTokenizer, recipe.tokenizer or recipe.init, "recipe.tokenizer")
@@ -43,13 +44,24 @@ def run(config: Config, folder: Path) -> int:
         training.encode(rows, tokenizer, config.dataset, recipe.max_length, recipe.loss_on_prompt)
         for rows in (train, held_out)
     )
+    tracking = tracker.start(config, folder)
     try:
         model, losses = training.fit(
-            recipe, folder / "checkpoints", model, tokenizer, examples, held_examples, Bar("train"), config.seed
+            recipe,
+            folder / "checkpoints",
+            model,
+            tokenizer,
+            examples,
+            held_examples,
+            Bar("train"),
+            config.seed,
+            tracker=tracking,
         )
     except KeyboardInterrupt:
         console.print(f"interrupted; go on with: specplug resume={folder}")
         return 130
+    finally:
+        tracking.finish()
     output = Path(recipe.output) if recipe.output is not None else folder / "model"
     facts = {
         "command": f"`{' '.join(environment['command'])}`",

@@ -8,6 +8,7 @@ import difflib
 import re
 import threading
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 
 import hydra
@@ -19,13 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specplug.config import (
     Adaptive,
+    Answer,
     Auto,
     Block,
     Calibrate,
+    Certify,
     Compare,
     Confidence,
     Config,
     ConfigError,
+    Dataset,
     Distill,
     Draft,
     Drafter,
@@ -33,12 +37,14 @@ from specplug.config import (
     Fixed,
     Generate,
     Lookahead,
+    Metric,
     Plain,
     Prune,
     Rounds,
     Sweep,
     Theory,
     Token,
+    TrackerName,
     Train,
     Training,
     Walk,
@@ -50,7 +56,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Sweep, Calibrate, Compare, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Sweep, Calibrate, Certify, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -144,6 +150,56 @@ def unread(draft: Draft) -> list[str]:
     ]
 
 
+def dataset_problems(config: Config) -> list[str]:
+    """What is out of range in the data set's values, or would be ignored."""
+    d = config.dataset
+    problems = []
+
+    def need(holds: bool, name: str, allowed: str) -> None:
+        if not holds:
+            value = getattr(d, name)
+            problems.append(f"dataset.{name}={value.name if isinstance(value, Enum) else value}: {allowed}")
+
+    need(d.few_shot >= 0, "few_shot", "must be 0 (none) or more examples")
+    for name in ("few_shot_path", "few_shot_split"):
+        need(getattr(d, name) is None or d.few_shot > 0, name, "nothing reads it without dataset.few_shot=N")
+    need(not (d.few_shot_path and d.few_shot_split), "few_shot_split", "give it or dataset.few_shot_path, not both")
+    need(
+        d.few_shot_split is None or d.path is None, "few_shot_split", "a file has no splits; take dataset.few_shot_path"
+    )
+    need(not (d.few_shot and d.text_column), "few_shot", "plain text has no examples; leave it out")
+    need(d.shuffle_buffer >= 1, "shuffle_buffer", "must be 1 or more rows")
+    for name in ("shuffle_seed", "shuffle_buffer"):
+        same = getattr(d, name) == getattr(Dataset(), name)
+        need(same or d.shuffle, name, "nothing reads it without dataset.shuffle=true")
+    for name in ("min_prompt_tokens", "max_prompt_tokens"):
+        value = getattr(d, name)
+        need(value is None or value >= 1, name, "must be 1 or more, or null")
+        if isinstance(config.recipe, Training):
+            need(value is None, name, "nothing reads it while training, where recipe.max_length cuts")
+    need(
+        d.metric is not Metric.pass_at_1 or d.tests is not None,
+        "metric",
+        "needs dataset.tests, a template of what to pass",
+    )
+    if isinstance(config.recipe, Evaluate) and d.metric is not Metric.none:
+        refused = d.metric is Metric.pass_at_1 and not d.allow_code_execution
+        way_out = "runs programs that the model wrote; allow it with dataset.allow_code_execution=true, or take none"
+        need(not refused, "metric", way_out)
+        needs_reference = d.metric is not Metric.pass_at_1 and not d.corpus
+        need(not needs_reference or d.reference_column is not None, "metric", "needs dataset.reference_column=NAME")
+    runs_code = d.metric is Metric.pass_at_1
+    need(
+        runs_code or not d.allow_code_execution,
+        "allow_code_execution",
+        "nothing reads it without dataset.metric=pass_at_1",
+    )
+    need(not runs_code or d.answer is Answer.full, "answer", "nothing reads it with dataset.metric=pass_at_1")
+    if d.min_prompt_tokens and d.max_prompt_tokens:
+        need(d.min_prompt_tokens <= d.max_prompt_tokens, "min_prompt_tokens", "must be at most max_prompt_tokens")
+    return problems
+
+
 def check(config: Config) -> None:
     """Raise ConfigError that lists every value out of range: the key, what was given, what is allowed, what to do."""
     problems: list[str] = []
@@ -198,6 +254,9 @@ def check(config: Config) -> None:
     if d.drafter is Drafter.plugin:
         need(d.plugin is not None, "draft.plugin", "null", "give package.module:callable, or an entry point's name")
     need(0 <= d.min_probability <= 1, "draft.min_probability", d.min_probability, "must be between 0 and 1")
+    problems += dataset_problems(config)
+    measures = isinstance(recipe, (Evaluate, Calibrate, Certify, Training)) or config.tracker is TrackerName.none
+    need(measures, "tracker", config.tracker.name, f"nothing reads it with recipe={type(recipe).__name__.lower()}")
     said = tuple(problem.partition("=")[0] for problem in problems)
     problems += [each for each in unread(d) if each.partition("=")[0] not in said]
     if isinstance(recipe, Evaluate):
@@ -207,6 +266,8 @@ def check(config: Config) -> None:
             recipe.limit,
             "must be 1 or more, or null for all",
         )
+        for name in ("repeats", "batch_size"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
         need(recipe.warmup >= 0, "recipe.warmup", recipe.warmup, "must be 0 or more")
         need(recipe.trace >= 0, "recipe.trace", recipe.trace, "must be 0 (none) or more prompts")
     if isinstance(recipe, (Evaluate, Compare)):
@@ -220,6 +281,24 @@ def check(config: Config) -> None:
         )
         for name in ("gamma", "max_gamma", "repeats"):
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+    if isinstance(recipe, Certify):
+        for name in ("seeds", "draws", "gamma"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+        need(
+            recipe.limit is None or recipe.limit >= 1,
+            "recipe.limit",
+            recipe.limit,
+            "must be 1 or more, or null for all",
+        )
+        need(recipe.tokens >= 2, "recipe.tokens", recipe.tokens, "must be 2 or more: the first meets no draft")
+        need(
+            0 < recipe.false_alarm < 1,
+            "recipe.false_alarm",
+            recipe.false_alarm,
+            "must be a probability above 0, below 1",
+        )
+        fixed = isinstance(schedule, Adaptive) or recipe.gamma == Certify().gamma
+        need(fixed, "recipe.gamma", recipe.gamma, "nothing reads it but with schedule=adaptive; take schedule.gamma")
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Generate):

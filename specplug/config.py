@@ -50,9 +50,32 @@ class Before(Enum):
     suffix = "suffix"
 
 
+class Metric(Enum):
+    """How an answer is scored, see specplug/metrics."""
+
+    none = "none"
+    exact_match = "exact_match"
+    numeric = "numeric"
+    multiple_choice = "multiple_choice"
+    f1 = "f1"
+    bleu = "bleu"
+    chrf = "chrf"
+    rouge = "rouge"
+    pass_at_1 = "pass_at_1"
+
+
 class Answer(Enum):
+    """What of an answer and of its reference is compared."""
+
     full = "full"
     last_line = "last_line"
+
+
+class OnError(Enum):
+    """What a sample that fails does to the run: end it, or be written down."""
+
+    stop = "stop"
+    record = "record"
 
 
 class Precision(Enum):
@@ -74,6 +97,15 @@ class Kernel(Enum):
     auto = "auto"
     torch = "torch"
     numba = "numba"
+
+
+class TrackerName(Enum):
+    """Where numbers go besides the run folder."""
+
+    none = "none"
+    trackio = "trackio"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 class Criterion(Enum):
@@ -228,8 +260,10 @@ class Sampling:
 
 @dataclass
 class Dataset:
+    """Rows to evaluate or to train on. Column names may go into nested columns by dots: translation.de."""
+
     name: str = MISSING
-    path: str | None = None
+    path: str | None = None  # a file; read instead of the hub where both are given
     hub: str | None = None
     subset: str | None = None
     split: str = "test"
@@ -243,11 +277,23 @@ class Dataset:
     category_column: str | None = None
     text_column: str | None = None
     categories: list[str] = field(default_factory=list)
-    template: str | None = None
+    template: str | None = None  # {prompt} and the record's columns
     system: str | None = None
     chat: bool = True
+    few_shot: int = 0  # solved examples before each prompt: of few_shot_path or few_shot_split, else the first rows
+    few_shot_path: str | None = None
+    few_shot_split: str | None = None
+    shuffle: bool = False
+    shuffle_seed: int = 0
+    shuffle_buffer: int = 10000  # rows held to draw from; the set is streamed
+    min_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None
+    placeholder: str | None = None  # prompts that begin so were not filled in
+    metric: Metric = Metric.none
     answer: Answer = Answer.full
-    scored: bool = False
+    tests: str | None = None  # pass_at_1: a template like `template`, of what a program has to pass
+    head_column: str | None = None  # pass_at_1: the beginning of the program, which the answer completes
+    allow_code_execution: bool = False  # pass_at_1: run what the model wrote
 
 
 @dataclass
@@ -261,6 +307,9 @@ class Evaluate(Recipe):
     compare_assisted: bool = True
     warmup: int = 1
     bootstrap: int = 2000
+    repeats: int = 1  # times each side is run on a prompt; the median counts
+    batch_size: int = 1  # prompts decoded together
+    on_error: OnError = OnError.record
     trace: int = 3  # prompts of which every draft's fate is written down, in calls of their own behind the timed ones
 
 
@@ -285,6 +334,18 @@ class Calibrate(Recipe):
     gamma: int = 8  # drafts a round while alpha is measured
     max_gamma: int = 16
     repeats: int = 15  # of each timed pass
+
+
+@dataclass
+class Certify(Recipe):
+    """Exactness alone, and a page that says so."""
+
+    limit: int | None = 8
+    seeds: int = 8  # sampled answers to each prompt with verify=walk, beside plain ones under the same seed
+    draws: int = 200  # short sampled texts for each prompt, whose law is compared with the target's
+    tokens: int = 4  # of each of those
+    gamma: int = 4  # drafts a round in place of schedule=adaptive, which may stop drafting
+    false_alarm: float = 1e-6  # how often the comparison of laws fails where nothing is wrong
 
 
 @dataclass
@@ -363,6 +424,7 @@ class Config:
     dataset: Dataset = field(default_factory=Dataset)
     recipe: Recipe = MISSING
     kernel: Kernel = Kernel.auto
+    tracker: TrackerName = TrackerName.none
     graph: Graph = Graph.capture
     seed: int = 0
     threads: int | None = None

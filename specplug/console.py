@@ -43,9 +43,10 @@ class Bar:
         self.rich: Progress | None = None
         self.live: Live | None = None
         self.table: list[list[str]] = []
-        self.total, self.first, self.started, self.printed = 0, 0, 0.0, 0.0
+        self.total: int | None = 0  # None: nobody knows
+        self.first, self.started, self.printed = 0, 0.0, 0.0
 
-    def start(self, total: int, done: int = 0) -> "Bar":
+    def start(self, total: int | None, done: int = 0) -> "Bar":
         self.total, self.first, self.started = total, done, time.perf_counter()
         self.printed = self.started
         if console.is_terminal:
@@ -77,8 +78,11 @@ class Bar:
         now = time.perf_counter()
         if now - self.printed >= PLAIN_SECONDS or done == self.total:
             self.printed = now
-            left = (now - self.started) / max(done - self.first, 1) * (self.total - done)
-            print(f"{self.title} {done}/{self.total}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+            where = f"{done}"
+            if self.total is not None:
+                left = (now - self.started) / max(done - self.first, 1) * (self.total - done)
+                where, text = f"{done}/{self.total}", f"{text}  {left:.0f} s left"
+            print(f"{self.title} {where}  {text}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         self.table = []

@@ -1,22 +1,24 @@
-"""Rows of a data set: from a JSONL file, a hub name through `datasets` (streamed), or the project's own corpus.
+"""Rows of a data set: the turns of its conversations, with references and categories, by the columns that the config names.
 
-A row is one user turn, an optional reference and a category. Further turns of a conversation are rows that follow others.
-Knows nothing about models.
+A row is one user turn. Further turns of a conversation are rows that follow others. Records come from sources.py. Knows
+nothing about models.
 """
 
 import itertools
-import json
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-from specplug import corpus
-from specplug.config import ConfigError, Dataset, first_line
+from specplug.config import ConfigError, Dataset, Metric
+from specplug.sources import Record, Template, flat, lookup, read_file, records, shuffled, stream_hub, where
 
-ASSETS = Path(__file__).parent / "assets"
-ASSET_PREFIX = "asset:"
-EXTENSIONS = (".jsonl", ".json", ".ndjson")
+log = logging.getLogger(__name__)
+
+USERS, ASSISTANTS = (
+    ("user", "human"),
+    ("assistant", "gpt", "chatgpt", "bing", "bard"),
+)  # names in chat and ShareGPT files
 
 
 @dataclass(frozen=True)
@@ -28,158 +30,219 @@ class Row:
     reference: str | None
     category: str = "all"
     follows: str | None = None  # id of the turn before, whose answer belongs to the conversation
+    others: tuple[str, ...] = ()  # further references that are as good
+    system: str | None = None  # the conversation's own system message
+    tests: str | None = None  # what a program has to pass, itself a program
+    head: str = ""  # what a program begins with
 
 
-def load_rows(config: Dataset, limit: int | None = None, held_out: bool = False, all_turns: bool = False) -> list[Row]:
-    """At most `limit` conversations after the category filter. Raises ConfigError in one line if there are none or one is bad.
+def load_rows(
+    config: Dataset, limit: int | None = None, held_out: bool = False, all_turns: bool = False, tokenizer: Any = None
+) -> list[Row]:
+    """At most `limit` conversations after all filters. Raises ConfigError in one line if there are none or one is bad.
 
     `held_out` is for the generated corpus: rows of the half that no training set contains. `all_turns`: the first turn of
     each conversation and those that follow, instead of the first alone.
     """
-    conversations = itertools.islice(iterate(config, held_out), limit)
-    rows = [row for turns in conversations for row in (turns if all_turns else turns[:1])]
-    if not rows:
-        chosen = f" in the categories {', '.join(config.categories)}" if config.categories else ""
-        raise ConfigError(f"dataset={config.name}: has no rows{chosen}; {where(config)} has to hold at least one")
+    found = conversations(config, limit, held_out, tokenizer)
+    return [row for turns in found for row in (turns if all_turns else turns[:1])]
+
+
+def conversations(
+    config: Dataset, limit: int | None = None, held_out: bool = False, tokenizer: Any = None
+) -> Iterator[list[Row]]:
+    """The turns of one conversation after the other, none of them kept: what `load_rows` has in a list.
+
+    With a tokenizer, `dataset.min_prompt_tokens` and `max_prompt_tokens` are judged by the first turn.
+    """
     seen: dict[str, int] = {}
-    for number, row in enumerate(rows):
-        if row.id in seen:
-            raise ConfigError(
-                f"dataset.id_column={config.id_column}: the id {row.id!r} stands twice (rows {seen[row.id] + 1} and "
-                f"{number + 1}); ids have to be unique, or leave the column out and rows are numbered"
+    place = 0
+    for turns in iterate(config, held_out):
+        if tokenizer is not None and not fits(tokenizer, turns[0], config):
+            continue
+        for row in turns:
+            if row.id in seen:
+                raise ConfigError(
+                    f"dataset.id_column={config.id_column}: the id {row.id!r} stands twice (rows {seen[row.id] + 1} and "
+                    f"{place + 1}); ids have to be unique, or leave the column out and rows are numbered"
+                )
+            seen[row.id] = place
+            place += 1
+        yield turns
+        limit = None if limit is None else limit - 1
+        if limit == 0:
+            break
+    if not place:
+        chosen = f" in the categories {', '.join(config.categories)}" if config.categories else ""
+        if tokenizer is not None:
+            chosen += (
+                f" of {config.min_prompt_tokens or 0} to {config.max_prompt_tokens or 'any number of'} prompt tokens"
             )
-        seen[row.id] = number
-    return rows
+        raise ConfigError(f"dataset={config.name}: has no rows{chosen}; {where(config)} has to hold at least one")
 
 
 def iterate(config: Dataset, held_out: bool = False) -> Iterator[list[Row]]:
-    """The turns of one conversation after the other."""
-    for number, record in enumerate(records(config, held_out)):
-        turns = to_rows(config, record, number)
-        if not config.categories or turns[0].category in config.categories:
+    """The turns of one conversation after the other, behind the few-shot examples."""
+    source = enumerate(records(config, held_out))
+    prefix = ""
+    if config.few_shot:
+        chosen = examples(config)
+        if chosen is None:  # the head of the set, which then is not asked
+            chosen = [record for _, record in itertools.islice(source, config.few_shot)]
+        if len(chosen) < config.few_shot:
+            raise ConfigError(
+                f"dataset.few_shot={config.few_shot}: there are {len(chosen)} rows to take examples from; lower it"
+            )
+        prefix = "".join(example(config, record, number) for number, record in enumerate(chosen))
+    if config.shuffle:
+        source = shuffled(source, config.shuffle_seed, config.shuffle_buffer)  # type: ignore[assignment]
+    left_out = 0
+    for number, record in source:
+        turns = to_rows(config, record, number, prefix)
+        left_out += not turns
+        if turns and (not config.categories or turns[0].category in config.categories):
             yield turns
+    if left_out:
+        log.warning("dataset=%s: %d conversations without a message of a user are left out", config.name, left_out)
 
 
-def where(config: Dataset) -> str:
-    return config.path or config.hub or "the corpus"
+def examples(config: Dataset) -> list[Record] | None:
+    """Records for few-shot examples from a file or split of their own; None if there is none."""
+    if config.few_shot_path is not None:
+        return list(itertools.islice(read_file(config.few_shot_path, "dataset.few_shot_path"), config.few_shot))
+    if config.few_shot_split is not None:
+        return list(itertools.islice(stream_hub(config, config.few_shot_split), config.few_shot))
+    return None
 
 
-def records(config: Dataset, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    if config.corpus:
-        yield from corpus.generate(config.corpus_seed + held_out, config.corpus_size, held_out)
-    elif config.path is not None:
-        yield from read_jsonl(locate(config.path))
-    elif config.hub is not None:
-        yield from stream_hub(config)
-    else:
-        raise ConfigError(f"dataset={config.name}: give dataset.path=FILE (JSONL) or dataset.hub=NAME")
-
-
-def locate(path: str) -> Path:
-    file = ASSETS / path.removeprefix(ASSET_PREFIX) if path.startswith(ASSET_PREFIX) else Path(path).expanduser()
-    if file.is_dir():
-        raise ConfigError(f"dataset.path={path}: is a folder; give a JSONL file")
-    if not file.is_file():
-        raise ConfigError(f"dataset.path={path}: no such file; give a JSONL file")
-    if file.suffix not in EXTENSIONS:
-        raise ConfigError(f"dataset.path={path}: not a JSONL file; allowed endings are {', '.join(EXTENSIONS)}")
-    return file
-
-
-def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(
-                        f"{file}, line {number}: not JSON ({error}); each line has to be one object"
-                    ) from None
-                if not isinstance(record, dict):
-                    raise ConfigError(
-                        f"{file}, line {number}: is a {type(record).__name__}; each line has to be one object"
-                    )
-                yield record
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def stream_hub(config: Dataset) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(
-            config.hub, config.subset, split=config.split, revision=config.revision, streaming=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:  # the library's own errors derive from these
+def example(config: Dataset, record: Record, number: int) -> str:
+    """One solved example in front of a prompt: its prompt, its reference and an empty line."""
+    row = to_row(config, record, number)
+    if row.reference is None:
         raise ConfigError(
-            f"dataset.hub={config.hub}: cannot be read: {first_line(error)}; with a local copy use dataset.path=FILE"
-        ) from error
+            f"dataset.few_shot={config.few_shot}: row {number + 1} of the examples has no reference to show; name a column"
+            " with dataset.reference_column, or leave few_shot out"
+        )
+    return f"{row.prompt}{' ' if row.prompt.endswith(':') else chr(10)}{row.reference}\n\n"
 
 
-def to_rows(config: Dataset, record: dict[str, Any], number: int) -> list[Row]:
-    """One record as the turns of a conversation, most have one: the first by `to_row`, the others as they stand."""
-    turns = [to_row(config, record, number)]
-    if config.text_column is None and isinstance(record[config.prompt_column], list):
-        for text in record[config.prompt_column][1:]:
-            if not isinstance(text, str) or not text.strip():
-                raise ConfigError(
-                    f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a turn that is"
-                    " no text; each has to be one"
-                )
-            unicode(text, f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)}")
-            before = turns[-1]
-            turns.append(Row(f"{turns[0].id}.{len(turns) + 1}", text, None, before.category, before.id))
+def fits(tokenizer: Any, row: Row, config: Dataset) -> bool:
+    length = len(prompt_ids(tokenizer, row, config))
+    return (config.min_prompt_tokens or 0) <= length <= (config.max_prompt_tokens or length)
+
+
+def to_rows(config: Dataset, record: Record, number: int, prefix: str = "") -> list[Row]:
+    """One record as the turns of a conversation, most have one: the first by `to_row`, the others as they stand.
+
+    `prefix`: few-shot examples before the first turn. Empty for a list of messages in which no user says anything.
+    """
+    value = None if config.text_column else column(config, record, number, "prompt_column")
+    asked = texts_of(value, USERS) if messages(value) else value
+    if messages(value) and not asked:
+        return []
+    turns = [to_row(config, record, number, prefix)]
+    for text in asked[1:] if isinstance(asked, list) else []:
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(
+                f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a turn that is"
+                " no text; each has to be one"
+            )
+        unicode(text, f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)}")
+        first, before = turns[0], turns[-1]
+        identifier = f"{first.id}.{len(turns) + 1}"
+        turns.append(Row(identifier, text, None, first.category, before.id, system=first.system))
+    if len(turns) > 1 and not messages(value):  # a reference for each turn, not several for the first
+        references = [turns[0].reference, *turns[0].others]
+        turns = [
+            replace(row, reference=references[k] if k < len(references) else None, others=())
+            for k, row in enumerate(turns)
+        ]
     return turns
 
 
-def to_row(config: Dataset, record: dict[str, Any], number: int) -> Row:
-    """One record by the columns that the config names. Raises ConfigError that names the columns there are."""
+def column(config: Dataset, record: Record, number: int, key: str) -> Any:
+    """What the record has in the column that `key` names. Raises ConfigError that names the columns there are."""
+    name = getattr(config, key)
+    if name is None:
+        return None
+    try:
+        return lookup(record, name)
+    except KeyError:
+        raise ConfigError(
+            f"dataset.{key}={name}: row {number + 1} of {where(config)} has no such column;"
+            f" it has {', '.join(map(str, record))}"
+        ) from None
 
-    def column(key: str) -> Any:
-        name = getattr(config, key)
-        if name is None:
-            return None
-        if name not in record:
-            raise ConfigError(
-                f"dataset.{key}={name}: row {number + 1} of {where(config)} has no such column;"
-                f" it has {', '.join(map(str, record))}"
-            )
-        return record[name]
 
-    identifier = str(number) if config.id_column is None else str(column("id_column"))
-    category = str(column("category_column") or "all")
+def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Row:
+    """One record by the columns that the config names. Raises ConfigError."""
+    identifier = str(number) if config.id_column is None else str(column(config, record, number, "id_column"))
+    category = str(column(config, record, number, "category_column") or "all")
     if config.text_column is not None:
-        return Row(identifier, "", text_of(column("text_column"), config, number, "text_column"), category)
+        text = text_of(column(config, record, number, "text_column"), config, number, "text_column")
+        return Row(identifier, "", text, category)
     # Where nothing is scored, references may be missing in single rows, as they are in Spec-Bench.
-    if config.scored:
-        reference = column("reference_column")
-    else:
-        reference = record.get(config.reference_column) if config.reference_column else None
-    prompt = text_of(column("prompt_column"), config, number, "prompt_column")
-    if config.template is not None:
+    reference = None
+    if config.reference_column is not None:
         try:
-            prompt = config.template.format(**{**record, "prompt": prompt})
-        except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"dataset.template={config.template!r}: {error!r}; it may use {{prompt}}, {', '.join(map(str, record))}"
-            ) from error
+            reference = lookup(record, config.reference_column)
+        except KeyError:
+            if config.metric not in (Metric.none, Metric.pass_at_1):
+                column(config, record, number, "reference_column")
+    value = column(config, record, number, "prompt_column")
+    prompt = text_of(value, config, number, "prompt_column")
+    if config.placeholder is not None and prompt.startswith(config.placeholder):
+        raise ConfigError(
+            f"dataset={config.name}: row {number + 1} of {where(config)} holds a placeholder, not a prompt; fill the set in"
+            " with the tool that its page names and take the result with dataset.path=FILE"
+        )
+    if config.template is not None:
+        prompt = filled(config, "template", {**record, "prompt": prompt}).rstrip()
     if not prompt.strip():
         raise ConfigError(f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} is empty")
-    return Row(identifier, prompt, None if not reference else first_text(reference), category)
+    references = texts_of(reference, ASSISTANTS)[:1] if messages(reference) else flat(reference)
+    system = texts_of(value, ("system",)) if messages(value) else []
+    return Row(
+        identifier,
+        prefix + prompt,
+        references[0] if references else None,
+        category,
+        others=tuple(references[1:]),
+        system=system[0] if system else None,
+        tests=None if config.tests is None else filled(config, "tests", record),
+        head=str(column(config, record, number, "head_column") or ""),
+    )
 
 
-def first_text(value: Any) -> str:
-    return str(value[0]) if isinstance(value, list) else str(value)
+def filled(config: Dataset, key: str, record: Record) -> str:
+    """A template with the record's columns in it. Raises ConfigError."""
+    template = getattr(config, key)
+    try:
+        return Template().format(template, **record)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"dataset.{key}={template!r}: {error!r}; it may use {', '.join(map(str, record))}") from error
+
+
+def messages(value: Any) -> bool:
+    """Is it a conversation as chat files have it: role and content, or from and value?"""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(
+        isinstance(each, dict) and ({"role", "content"} <= each.keys() or {"from", "value"} <= each.keys())
+        for each in value
+    )
+
+
+def texts_of(value: Any, names: tuple[str, ...]) -> list[Any]:
+    """What those said, in order, empty messages left out."""
+    said = [(each.get("role", each.get("from")), each.get("content", each.get("value"))) for each in value]
+    return [text for who, text in said if who in names and text]
 
 
 def text_of(value: Any, config: Dataset, number: int, key: str) -> str:
     """A string, or the first of a list of turns."""
+    if messages(value):
+        value = texts_of(value, USERS)
     if isinstance(value, list) and value:
         value = value[0]
     if not isinstance(value, str):
@@ -221,5 +284,5 @@ def prompt_ids(tokenizer: Any, row: Row, config: Dataset, history: History | Non
     chat = config.chat and getattr(tokenizer, "chat_template", None) is not None
     text = "\n\n".join([text for turn in history or [] for text in turn] + [row.prompt])
     if config.chat:
-        text = chat_text(tokenizer, row, config.system, history)
+        text = chat_text(tokenizer, row, row.system if row.system is not None else config.system, history)
     return tokenizer(text, add_special_tokens=not chat)["input_ids"]

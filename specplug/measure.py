@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,9 +26,10 @@ from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
 from specplug.kernel import swapped
-from specplug.metrics.exact_match import exact_match
+from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
+from specplug.stats import Call
 from specplug.trace import Trace, describe
 
 log = logging.getLogger(__name__)
@@ -57,8 +59,9 @@ class FirstToken(BaseStreamer):
 @dataclass
 class Timed:
     ids: list[int]  # the new tokens
-    seconds: float  # of the whole call
-    seconds_first: float  # until the first new token
+    seconds: float  # of the whole call; of a batch an equal share
+    seconds_first: float | None  # until the first new token; not known of a batch
+    stats: Call | None = None  # of our side; of a batch those of all rows, with the first
 
 
 def timed_generate(model: Any, ids: Tensor, seed: int, **arguments: Any) -> Timed:
@@ -71,6 +74,28 @@ def timed_generate(model: Any, ids: Tensor, seed: int, **arguments: Any) -> Time
     synchronize(model)
     seconds = time.perf_counter() - started
     return Timed(output[0, ids.shape[1] :].tolist(), seconds, first.at - started)
+
+
+def timed_batch(model: Any, prompts: list[Tensor], pad: int, seed: int, **arguments: Any) -> list[Timed]:
+    """One call on several (1, T) prompts, padded on the left. Without a streamer, which would have to see one token of every
+    sequence at a time."""
+    width = max(ids.shape[1] for ids in prompts)
+    ids = torch.cat([functional.pad(each, (width - each.shape[1], 0), value=pad) for each in prompts])  # (B, T)
+    mask = torch.stack([torch.arange(width) >= width - each.shape[1] for each in prompts]).long().to(ids.device)
+    torch.manual_seed(seed)
+    synchronize(model)
+    started = time.perf_counter()
+    output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **arguments)
+    synchronize(model)
+    share = (time.perf_counter() - started) / len(prompts)
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [Timed(until_end(row[width:].tolist(), ends), share, None) for row in output]
+
+
+def until_end(ids: list[int], ends: list[int | None]) -> list[int]:
+    """Without the padding of a sequence that was finished before others of its batch."""
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def synchronize(model: PreTrainedModel) -> None:
@@ -214,66 +239,102 @@ def member_counts(drafter: Any) -> dict[str, dict[str, int]]:
     return {f"{place} {member.name}": dict(counts) for place, (member, counts) in enumerate(pairs, start=1)}
 
 
+def processors_of(model: Any, arguments: dict[str, Any]) -> LogitsProcessorList:
+    """What a greedy call has of the configuration's processors."""
+    penalty = arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
+    return LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else [])
+
+
+SEVERITY = ("identical", "tie", "mismatch")
+
+
 class Sides:
-    """The three ways to decode one prompt."""
+    """The three ways to decode prompts."""
 
     def __init__(self, config: Config, model: Any, tokenizer: Any, plugin: SpeculativeProcessor) -> None:
         self.config, self.model, self.tokenizer, self.plugin = config, model, tokenizer, plugin
-        self.arguments = generate_arguments(config)
+        self.arguments, self.scorer = generate_arguments(config), Scorer(config.dataset)
+        recipe: Any = config.recipe
+        self.repeats = recipe.repeats
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
         self.assisted: dict[str, Any] | None = None
-        if config.recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):  # type: ignore[attr-defined]
+        if recipe.compare_assisted and recipe.batch_size > 1:
+            log.warning("transformers' assisted generation is left out, it takes one sequence: recipe.batch_size=1")
+        elif recipe.compare_assisted and isinstance(plugin.drafter, ModelDrafter):
             self.assisted = {"assistant_model": plugin.drafter.model}
             if isinstance(plugin.drafter, CrossVocabDrafter):
                 self.assisted |= {"tokenizer": tokenizer, "assistant_tokenizer": plugin.drafter.tokenizer}
-        elif config.recipe.compare_assisted and isinstance(plugin.drafter, (LookupDrafter, SuffixDrafter)):  # type: ignore[attr-defined]
+        elif recipe.compare_assisted and isinstance(plugin.drafter, (LookupDrafter, SuffixDrafter)):
             self.assisted = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-        penalty = self.arguments.get("repetition_penalty", model.generation_config.repetition_penalty)
-        processors = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty not in (None, 1.0) else []
-        self.processors = LogitsProcessorList(processors)  # what a greedy call has of the configuration's processors
+        self.processors = processors_of(model, self.arguments)
 
-    def take_turns(self, ids: Tensor, seed: int) -> dict[str, Timed | None]:
+    def take_turns(self, prompts: list[Tensor], seed: int) -> dict[str, list[Timed] | None]:
+        """Each side once, on (1, T) prompts that are decoded together."""
         self.plugin.detach()
-        plain = timed_generate(self.model, ids, seed, **self.arguments)
-        assisted = self.measure_assisted(ids, seed)
+        plain = self.timed(prompts, seed)
+        assisted = self.measure_assisted(prompts, seed)
         self.plugin.attach(self.model)
-        ours = timed_generate(self.model, ids, seed, **self.arguments)
+        ours = self.timed(prompts, seed)
+        assert self.plugin.last is not None
+        for timed in ours:
+            timed.stats = self.plugin.last if timed is ours[0] else Call(engine=self.plugin.last.engine)
         return {"plain": plain, "assisted": assisted, "speculative": ours}
 
-    def measure_assisted(self, ids: Tensor, seed: int) -> Timed | None:
+    def timed(self, prompts: list[Tensor], seed: int, **more: Any) -> list[Timed]:
+        if len(prompts) == 1:
+            return [timed_generate(self.model, prompts[0], seed, **self.arguments, **more)]
+        return timed_batch(self.model, prompts, self.pad, seed, **self.arguments, **more)
+
+    def measure_assisted(self, prompts: list[Tensor], seed: int) -> list[Timed] | None:
         if self.assisted is None:
             return None
         try:
-            return timed_generate(self.model, ids, seed, **self.arguments, **self.assisted)
+            return self.timed(prompts, seed, **self.assisted)
         except (ValueError, RuntimeError, AttributeError) as error:  # theirs has limits of its own: say so, go on
             log.warning("transformers' assisted generation is left out, it fails here: %s", first_line(error))
             self.assisted = None
             return None
 
-    def sample(self, row: Row, ids: Tensor, seed: int) -> dict[str, Any]:
-        """Everything that is kept of one prompt, ready for JSON."""
+    def samples(self, rows: list[Row], prompts: list[Tensor], seed: int) -> list[dict[str, Any]]:
+        """Everything that is kept of prompts that are decoded together, ready for JSON."""
         before = member_counts(self.plugin.drafter)
-        measured = self.take_turns(ids, seed)
-        plain, ours = measured["plain"], measured["speculative"]
-        assert plain is not None and ours is not None and self.plugin.last is not None
-        verdict = Verdict("not_compared")
-        if not self.arguments["do_sample"]:
-            verdict = compare(self.model, ids, plain.ids, ours.ids, self.processors)
-        elif isinstance(self.config.verify, Walk) and plain.ids == ours.ids:
-            verdict = Verdict(
-                "identical"
-            )  # drawn by the same random numbers; rounding may part others, at the edge of a race
-        texts = {
-            name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in measured.items() if side
+        runs = [self.take_turns(prompts, seed) for _ in range(self.repeats)]
+        after = member_counts(self.plugin.drafter)
+        records = []
+        for k, (row, ids) in enumerate(zip(rows, prompts, strict=True)):
+            sides: dict[str, list[Timed]] = {}
+            for name in ("plain", "assisted", "speculative"):
+                made = [each[name] for each in runs]
+                sides[name] = [each[k] for each in made if each is not None] if None not in made else []
+            record = self.record(row, ids, sides) | {"seed": seed}
+            if before and k == 0:  # of the batch, and of all repeats
+                record["speculative"]["members"] = {
+                    name: {key: (counts[key] - before[name].get(key, 0)) // self.repeats for key in counts}
+                    for name, counts in after.items()
+                }
+            records.append(record)
+        return records
+
+    def record(self, row: Row, ids: Tensor, sides: dict[str, list[Timed]]) -> dict[str, Any]:
+        """One prompt: of each side the repeat with the median time, and the verdict on all of them."""
+        verdict = self.verdict(ids, sides)
+        chosen = {
+            name: sorted(each, key=lambda run: run.seconds)[(len(each) - 1) // 2]
+            for name, each in sides.items()
+            if each
         }
+        texts = {name: self.tokenizer.decode(side.ids, skip_special_tokens=True) for name, side in chosen.items()}
         score = None
-        if self.config.dataset.scored and row.reference is not None:
-            part = self.config.dataset.answer
-            score = {
-                "baseline": exact_match(texts["plain"], row.reference, part),
-                "speculative": exact_match(texts["speculative"], row.reference, part),
+        if self.scorer.scores(row):
+            found = {
+                "baseline": self.scorer(texts["plain"], row),
+                "speculative": self.scorer(texts["speculative"], row),
             }
-        record: dict[str, Any] = {"id": row.id, "category": row.category, "seed": seed, "prompt_tokens": ids.shape[1]}
-        for name, side in measured.items():
+            score = {name: each.pop("score") for name, each in found.items()}
+            score |= {"details": found} if found["baseline"] else {}
+        record: dict[str, Any] = {"id": row.id, "category": row.category, "prompt_tokens": ids.shape[1]}
+        for name, runs in sides.items():
+            side = chosen.get(name)
             record[name] = side and {
                 "new_tokens": len(side.ids),
                 "seconds": side.seconds,
@@ -281,15 +342,26 @@ class Sides:
                 "token_ids": side.ids,
                 "text": texts[name],
             }
-        record["speculative"]["stats"] = self.plugin.last.to_dict()
-        record["speculative"]["engine"] = self.plugin.last.engine
-        if before:
-            after = member_counts(self.plugin.drafter)
-            record["speculative"]["members"] = {
-                name: {key: counts[key] - before[name].get(key, 0) for key in counts} for name, counts in after.items()
-            }
-        record["speculative"]["speculative_decoding"] = self.plugin.last.speculative_decoding()
-        return record | {"exactness": asdict(verdict), "reference": row.reference, "score": score}
+            if side and self.repeats > 1:
+                record[name]["seconds_of_repeats"] = [run.seconds for run in runs]
+        stats = chosen["speculative"].stats
+        assert stats is not None
+        ours = {"stats": stats.to_dict(), "engine": stats.engine, "speculative_decoding": stats.speculative_decoding()}
+        record["speculative"] |= ours
+        return record | {"exactness": asdict(verdict), "references": references(row), "score": score}
+
+    def verdict(self, ids: Tensor, sides: dict[str, list[Timed]]) -> Verdict:
+        """On every repeat: greedy ones have to have the same ids, of both sides, and the worst that is found counts."""
+        plain = sides["plain"][0].ids
+        others = [run.ids for name in ("speculative", "plain") for run in sides[name]]
+        if not self.arguments["do_sample"]:
+            found = [compare(self.model, ids, plain, each, self.processors) for each in others]
+            return max(found, key=lambda verdict: SEVERITY.index(verdict.kind))
+        if isinstance(self.config.verify, Walk) and all(each == plain for each in others):
+            return Verdict("identical")
+        return Verdict(
+            "not_compared"
+        )  # under walk, rounding may part those drawn by the same numbers, at the edge of a race
 
     def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
         """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""

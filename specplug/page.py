@@ -33,11 +33,18 @@ def of_run(
         f"<dt>{in_html(name)}</dt><dd>{in_html(value)}</dd>" for name, value in report.how(summary, config)
     )
     command = in_html(shlex.join(summary["environment"]["command"]))
+    failed = "".join(f'<p class="bad">{in_html(line)}</p>' for line in report.error_lines(summary))
     title = report.title(config)
     sections = [
         section("result", "Result", tiles(summary) + notes + mismatches),
         section("categories", "By category", table(report.rows(summary), "Figures by category") + explained),
         section("plots", "Plots", gallery(drawn)),
+        section(
+            "lengths",
+            "By length",
+            "".join(table(rows, title, last_is_total=False) for title, rows in report.length_rows(summary).items()),
+        ),
+        section("failed", "Failed", failed) if summary["errors"] else "",
         (ASSETS / "inspector.html").read_text(encoding="utf-8") if traces else "",
         section(
             "how",
@@ -75,10 +82,12 @@ def tiles(summary: dict[str, Any]) -> str:
     if counts["not_compared"] != summary["num_samples"]:
         exact = f"{counts['identical']} of {summary['num_samples']}"
         detail = f"identical to plain decoding; ties: {counts['tie']}, mismatches: {counts['mismatch']}"
-    score, of_whom = "not scored", "the data set has no references to compare with"
+    score, of_whom = "not scored", "dataset.metric=none, or no references to compare with"
     if scores["baseline"] is not None:
         score = f"{scores['baseline']:.3f} / {scores['speculative']:.3f}"
-        of_whom = "plain / ours, mean over prompts"
+        of_whom = (
+            f"plain / ours, {(scores.get('metric') or 'mean over prompts').replace('_', ' ')}: {scores['verdict']}"
+        )
     found = [
         ("speed-up over plain generate", report.number(summary["speedup"], 2, "x"), between, ""),
         ("output", exact, detail, "bad" if counts["mismatch"] else ""),

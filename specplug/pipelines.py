@@ -6,7 +6,7 @@ import transformers
 
 from specplug.compose import load
 from specplug.config import Config, ConfigError, Drafter
-from specplug.models import load_target
+from specplug.models import load_target, load_tokenizer
 from specplug.plugin import SpeculativeProcessor, attach
 
 
@@ -30,6 +30,12 @@ def pipeline_from(config: Config) -> tuple[transformers.Pipeline, SpeculativePro
         raise
     except ValueError as error:  # a choice that does not fit the other ones, or a file that is not what it should be
         raise ConfigError(str(error)) from error
+
+
+def length_filter(config: Config) -> Any:
+    """The target's tokenizer, if the data set is filtered by tokens of its prompts; else None."""
+    asked = config.dataset.min_prompt_tokens is not None or config.dataset.max_prompt_tokens is not None
+    return load_tokenizer(config.target, "target") if asked else None
 
 
 def generate_arguments(config: Config) -> dict[str, Any]:

@@ -29,6 +29,7 @@ FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 WIDTH = 4.0  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
 MARGIN = 9  # points around a plot that stands alone
 MOST_ROWS = 40
+MOST_PROMPTS = 200  # of a long run, evenly spread
 SIDES = {"plain": (PLAIN, "-"), "assisted": (ASSISTED, "--"), "speculative": (OURS, "-.")}
 LABELS = {"plain": "plain", "assisted": "assisted", "speculative": "ours"}
 Row = tuple[str, dict[str, Any]]
@@ -294,12 +295,13 @@ def latency(samples: list[dict[str, Any]]) -> Plot | None:
 
 
 def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
-    drafted = [sample["speculative"]["stats"]["drafted"] for sample in samples]
+    step = max(-(-len(samples) // MOST_PROMPTS), 1)
+    drafted = [sample["speculative"]["stats"]["drafted"] for sample in samples[::step]]
     if not any(drafted):
         return None
 
     def paint(axes: Any) -> None:
-        for k, counts in enumerate(drafted, start=1):
+        for k, counts in zip(range(1, len(samples) + 1, step), drafted, strict=True):
             made = {int(gamma): rounds for gamma, rounds in counts.items()}
             if not made:
                 continue
@@ -315,6 +317,7 @@ def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
         axes.set_ylabel("drafts a round")
 
     caption = "Points: means over a prompt's rounds. Lines: from the fewest to the most in a round."
+    caption += f" Every {step}th prompt." if step > 1 else ""
     return draw("gamma", "Drafts a round, prompt by prompt", caption, 2.7, paint)
 
 

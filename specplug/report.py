@@ -1,23 +1,19 @@
 """summary.json, report.md, report.html and the plots, always rebuilt from the files of a run folder."""
 
 import json
-import random
 import shlex
 from collections import Counter
-from functools import reduce
-from operator import add
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-from specplug import theory
+from specplug import scores, theory
 from specplug.escape import code_block, in_markdown
-from specplug.runs import read_samples, write_json
+from specplug.rates import SIDES, Sample, by_length, interval, median_ratio, rate, speedup, stats_of, tokens_and_seconds
+from specplug.runs import each_sample, read_samples, write_json
 from specplug.stats import Stats
 
-SIDES = ("plain", "assisted", "speculative")
 VERDICTS = ("identical", "tie", "mismatch", "not_compared")
-Sample = dict[str, Any]
+LISTED_ERRORS = 20  # in report.md and report.html; summary.json has all
 
 
 def write_reports(folder: Path) -> dict[str, Any]:
@@ -49,20 +45,63 @@ class RunFiles(NamedTuple):
 def read_run(folder: Path, bootstrap: int | None = None) -> RunFiles:
     """Read config.json, environment.json, costs.json, samples.jsonl and trace.jsonl. Raises OSError, ValueError, KeyError."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # By id, whatever has happened to the file: a prompt counts once.
-    samples = list({sample["id"]: sample for sample in read_samples(folder / "samples.jsonl")}.values())
+    samples, errors, texts = slim_samples(folder, keep_texts=config["dataset"].get("metric") in ("bleu", "chrf"))
     costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
     bootstrap = config["recipe"]["bootstrap"] if bootstrap is None else bootstrap
     summary = summarize(samples, costs, bootstrap, config["seed"])
+    summary["task_score"] |= {"metric": config["dataset"].get("metric")} | corpus(config, texts)
+    summary["errors"] = errors
     summary["environment"] = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     summary["folder"] = str(folder)
     return RunFiles(config, samples, read_samples(folder / "trace.jsonl"), summary)
+
+
+def slim_samples(folder: Path, keep_texts: bool) -> tuple[list[Sample], list[dict[str, Any]], list[Sample]]:
+    """Samples without texts and token ids, which are most of a run; errors; and, where asked for, texts with references.
+
+    By id, whatever has happened to the file: a prompt counts once, and by what was written of it last.
+    """
+    samples: dict[str, Sample] = {}
+    errors: dict[str, dict[str, Any]] = {}
+    texts: dict[str, Sample] = {}
+    for sample in each_sample(folder / "samples.jsonl"):
+        if "error" in sample:
+            errors[sample["id"]] = {"id": sample["id"], "reason": sample["error"]}
+            continue
+        errors.pop(sample["id"], None)
+        if keep_texts and sample["score"] is not None:
+            said = {side: sample[side]["text"] for side in scores.SIDES.values()}
+            texts[sample["id"]] = said | {"references": sample["references"]}
+        for side in SIDES:
+            for name in ("text", "token_ids") if sample[side] else ():
+                sample[side].pop(name, None)
+        sample.pop("references", None)
+        samples[sample["id"]] = sample
+    return list(samples.values()), list(errors.values()), list(texts.values())
+
+
+def corpus(config: dict[str, Any], texts: list[Sample]) -> dict[str, Any]:
+    """BLEU and chrF of all answers together, as papers give them; nothing for other metrics, or without the library."""
+    if not texts:
+        return {}
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError:  # a report of a run that was made elsewhere
+        return {}
+    from specplug.config import Metric
+    from specplug.metrics.overlap import corpus_score
+
+    metric, expected = Metric[config["dataset"]["metric"]], [each["references"] for each in texts]
+    sides = scores.SIDES.items()
+    return {"corpus": {name: corpus_score(metric, [each[side] for each in texts], expected) for name, side in sides}}
 
 
 def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
     """Figures over all samples, and the same per category under `categories`."""
     categories = list(dict.fromkeys(sample["category"] for sample in samples))
     summary = figures(samples, costs, bootstrap, seed)
+    summary["errors"] = []
+    summary["lengths"] = by_length(samples)
     summary["categories"] = {
         name: figures([s for s in samples if s["category"] == name], costs, bootstrap, seed) for name in categories
     }
@@ -70,14 +109,13 @@ def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed
 
 
 def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
-    stats = reduce(add, (Stats.from_dict(sample["speculative"]["stats"]) for sample in samples), Stats())
+    stats = stats_of(samples)
     mean_gamma, alpha = stats.mean_gamma or 0.0, stats.alpha
     predicted = None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"])
     with_width = (
         None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"], costs["width_cost"])
     )
     exactness = Counter(sample["exactness"]["kind"] for sample in samples)
-    scored = [sample["score"] for sample in samples if sample["score"] is not None]
     return {
         "num_samples": len(samples),
         "speedup": speedup(samples, "plain"),
@@ -109,10 +147,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "seconds_per_round": seconds_per_round(stats),
         "exactness": {kind: exactness[kind] for kind in VERDICTS},
         "mismatches": [sample["id"] for sample in samples if sample["exactness"]["kind"] == "mismatch"],
-        "task_score": {
-            side: sum(score[side] for score in scored) / len(scored) if scored else None
-            for side in ("baseline", "speculative")
-        },
+        "task_score": scores.task_score(samples, bootstrap, seed),
     }
 
 
@@ -122,43 +157,6 @@ def seconds_per_round(stats: Stats) -> dict[str, float] | None:
         return None
     parts = {"target": stats.seconds_target, "draft": stats.seconds_draft_forward, "other": stats.seconds_other}
     return {name: seconds / stats.num_rounds for name, seconds in parts.items()}
-
-
-def tokens_and_seconds(sample: Sample, side: str, decode: bool = False) -> tuple[int, float] | None:
-    """`decode`: the tokens after the first, and the time they took."""
-    measured = sample.get(side)
-    if measured is None:
-        return None
-    if decode:
-        return measured["new_tokens"] - 1, measured["seconds"] - measured["seconds_first"]
-    return measured["new_tokens"], measured["seconds"]
-
-
-def rate(samples: list[Sample], side: str, decode: bool = False) -> float | None:
-    """All tokens over all seconds; None if the side was not measured on every sample."""
-    pairs = [tokens_and_seconds(sample, side, decode) for sample in samples]
-    known = [pair for pair in pairs if pair is not None]
-    tokens, seconds = sum(t for t, _ in known), sum(s for _, s in known)
-    return tokens / seconds if seconds > 0 and len(known) == len(pairs) else None
-
-
-def speedup(samples: list[Sample], over: str, decode: bool = False) -> float | None:
-    ours, theirs = rate(samples, "speculative", decode), rate(samples, over, decode)
-    return ours / theirs if ours is not None and theirs else None
-
-
-def median_ratio(samples: list[Sample], over: str) -> float | None:
-    ratios = [r for r in (speedup([sample], over) for sample in samples) if r is not None]
-    return median(ratios) if ratios else None
-
-
-def interval(samples: list[Sample], over: str, bootstrap: int, seed: int) -> list[float] | None:
-    """95 % percentile bootstrap over prompts of the ratio of totals."""
-    rng = random.Random(seed)
-    if len(samples) < 2 or not bootstrap or speedup(samples, over) is None:
-        return None
-    ratios = sorted(speedup(rng.choices(samples, k=len(samples)), over) or 0.0 for _ in range(bootstrap))
-    return [ratios[int(0.025 * bootstrap)], ratios[min(int(0.975 * bootstrap), bootstrap - 1)]]
 
 
 def members(samples: list[Sample]) -> dict[str, dict[str, int]]:
@@ -180,6 +178,8 @@ def spread(interval: list[float] | None) -> str:
 
 def verdict(summary: dict[str, Any]) -> str:
     counts = summary["exactness"]
+    if not summary["num_samples"]:
+        return "none"
     if counts["not_compared"] == summary["num_samples"]:
         return "sampled, so not compared token by token"
     parts = [f"{counts[kind]} {kind}" for kind in ("identical", "tie", "mismatch")]
@@ -222,6 +222,8 @@ def headline(summary: dict[str, Any]) -> list[str]:
             f"{spread(summary['speedup_vs_assisted_interval'])}"
         )
     lines.append(f"output: {verdict(summary)}")
+    if summary["task_score"]["baseline"] is not None:
+        lines.append(scores.line(summary["task_score"]))
     lines.append(
         f"alpha {number(summary['alpha'], 3)}, {number(summary['mean_acceptance_length'])} tokens per target pass, "
         f"a draft step costs {number(summary['cost_coefficient'], 3)} of a plain step of the target, "
@@ -242,21 +244,75 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"{number(summary['predicted_speedup_with_width'])}x with the cost of the wider pass; "
         f"time outside both models' forward passes: {number(100 * (summary['overhead'] or 0), 1)} % of a round"
     )
+    if summary["errors"]:
+        failed = len(summary["errors"])
+        lines.append(f"failed: {failed} of {failed + summary['num_samples']} prompts, which are not in these figures")
     return lines
 
 
-def so_far(samples: list[Sample]) -> tuple[str, list[list[str]]]:
-    """While a run goes on: one line, and a table of the sides with its header first."""
-    stats = reduce(add, (Stats.from_dict(sample["speculative"]["stats"]) for sample in samples), Stats())
-    table = [["", "tokens / s", "decoding alone", "speed-up"]]
-    for side, name in zip(SIDES, ("plain", "assisted", "ours"), strict=True):
-        ratio = None if side == "plain" else quotient(rate(samples, side), rate(samples, "plain"))
-        decoding = number(rate(samples, side, decode=True), 0)
-        table.append([name, number(rate(samples, side), 0), decoding, number(ratio, 2, "x")])
-    exactness = Counter(sample["exactness"]["kind"] for sample in samples)
-    verdicts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in exactness.items())
-    length = number(stats.mean_acceptance_length)
-    return f"{table[-1][1]} tok/s, {table[-1][3]} plain, {length} tokens per target pass, {verdicts}", table
+def length_rows(summary: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Tables by length of prompt and of answer, header first."""
+    tables = {}
+    for name, title in (("prompt_tokens", "tokens of the prompt"), ("new_tokens", "new tokens")):
+        table = [[title, "n", "plain", "ours", "speed-up", "tokens / pass"]]
+        for each in summary["lengths"][name]:
+            speeds = [number(each["tokens_per_second"][side], 0) for side in ("plain", "speculative")]
+            last = [number(each["speedup"], 2, "x"), number(each["mean_acceptance_length"])]
+            table.append([f"{each['from']} to {each['to']}", str(each["num_samples"]), *speeds, *last])
+        if len(table) > 1:
+            tables[title] = table
+    return tables
+
+
+def error_lines(summary: dict[str, Any]) -> list[str]:
+    listed = [f"{each['id']}: {each['reason']}" for each in summary["errors"][:LISTED_ERRORS]]
+    more = len(summary["errors"]) - len(listed)
+    return [*listed, f"and {more} more, in summary.json"] if more else listed
+
+
+class SoFar:
+    """While a run goes on: sums over the samples that are done."""
+
+    def __init__(self) -> None:
+        self.stats, self.exactness, self.count = Stats(), Counter[str](), 0
+        self.sums: dict[tuple[str, bool], list[float]] = {
+            (side, d): [0, 0.0, 0] for side in SIDES for d in (False, True)
+        }
+
+    def add(self, sample: Sample) -> None:
+        self.count += 1
+        self.stats += Stats.from_dict(sample["speculative"]["stats"])
+        self.exactness[sample["exactness"]["kind"]] += 1
+        for (side, decode), sums in self.sums.items():
+            pair = tokens_and_seconds(sample, side, decode)
+            if pair is not None:
+                sums[:] = [sums[0] + pair[0], sums[1] + pair[1], sums[2] + 1]
+
+    def rate(self, side: str, decode: bool = False) -> float | None:
+        tokens, seconds, known = self.sums[side, decode]
+        return tokens / seconds if seconds > 0 and known == self.count else None
+
+    def numbers(self) -> dict[str, Any]:
+        """For a tracker, under the names of summary.json."""
+        return {
+            "tokens_per_second": {side: self.rate(side) for side in SIDES},
+            "speedup": quotient(self.rate("speculative"), self.rate("plain")),
+            "alpha": self.stats.alpha,
+            "mean_acceptance_length": self.stats.mean_acceptance_length,
+            "mean_gamma": self.stats.mean_gamma,
+            "exactness": dict(self.exactness),
+        }
+
+    def told(self) -> tuple[str, list[list[str]]]:
+        """One line, and a table of the sides with its header first."""
+        table = [["", "tokens / s", "decoding alone", "speed-up"]]
+        for side, name in zip(SIDES, ("plain", "assisted", "ours"), strict=True):
+            ratio = None if side == "plain" else quotient(self.rate(side), self.rate("plain"))
+            decoding = number(self.rate(side, decode=True), 0)
+            table.append([name, number(self.rate(side), 0), decoding, number(ratio, 2, "x")])
+        verdicts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in self.exactness.items())
+        length = number(self.stats.mean_acceptance_length)
+        return f"{table[-1][1]} tok/s, {table[-1][3]} plain, {length} tokens per target pass, {verdicts}", table
 
 
 def quotient(above: float | None, below: float | None) -> float | None:
@@ -277,7 +333,10 @@ def how(summary: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items() if v is not None)
     megabytes = [f"{side} {environment.get(f'bytes_{side}', 0) / 1e6:.1f} MB" for side in ("target", "draft")]
     return [
-        ("device", f"{environment['device']}, {environment['dtype']}, batch 1, {environment['threads']} torch threads"),
+        (
+            "device",
+            f"{environment['device']}, {environment['dtype']}, batch {environment['batch_size']}, {environment['threads']} torch threads",
+        ),
         ("sampling", f"{sampling}; seed {config['seed']}"),
         ("schedule", f"{config['schedule']['name']} ({schedule}); accept rule: {config['verify']['name']}"),
         ("versions", f"{versions}; Python {environment['python']}; commit {environment['commit']}"),
@@ -285,21 +344,35 @@ def how(summary: dict[str, Any], config: dict[str, Any]) -> list[tuple[str, str]
     ]
 
 
+def repeated(recipe: dict[str, Any]) -> str:
+    said = ""
+    if recipe.get("repeats", 1) > 1:
+        said += f" Each was run {recipe['repeats']} times; the median counts."
+    if recipe.get("batch_size", 1) > 1:
+        said += f" {recipe['batch_size']} prompts were decoded together, and each counts an equal share of the time."
+    return said
+
+
 def explanation(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """What the table's figures are."""
     return [
         "Tokens per second of plain generate, of transformers' assisted generation and of ours: all new tokens over all"
         " seconds of the calls, prompt included. The sides were run in turn on each prompt, in one process, after"
-        f" {config['recipe']['warmup']} of warm-up that are left out.",
+        f" {config['recipe']['warmup']} of warm-up that are left out.{repeated(config['recipe'])}",
         f"Decoding alone, from the second token on: {number(summary['speedup_decode'])}x plain. Median of the ratios per"
         f" prompt: {number(summary['speedup_median'])}x.",
     ]
 
 
+def grid(table: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table, header first."""
+    header, *body = [[in_markdown(cell) for cell in row] for row in table]
+    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
+
+
 def markdown(summary: dict[str, Any], config: dict[str, Any], images: list[str]) -> str:
     """`images`: links to the plots."""
-    header, *body = [[in_markdown(cell) for cell in row] for row in rows(summary)]
-    table = ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
+    table = grid(rows(summary))
     histogram = [f"| {k} | {count} |" for k, count in enumerate(summary["acceptance_histogram"])]
     positions = [f"| {k + 1} | {share:.3f} |" for k, share in enumerate(summary["acceptance_by_position"])]
     mismatches = (
@@ -318,6 +391,12 @@ def markdown(summary: dict[str, Any], config: dict[str, Any], images: list[str])
             "",
             *images,
             "",
+            *(line for lines in length_rows(summary).values() for line in [*grid(lines), ""]),
+            *(
+                ["## Failed", "", *(f"- {in_markdown(line)}" for line in error_lines(summary)), ""]
+                if summary["errors"]
+                else []
+            ),
             "## Acceptance",
             "",
             "| drafts kept in a round | rounds |",

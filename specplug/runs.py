@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,48 @@ PACKAGES = (
     "datasets",
     "matplotlib",
 )
-MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace"}  # a finished run may be taken further
+MAY_DIFFER = {
+    "resume",
+    "recipe.limit",
+    "recipe.trace",
+    "recipe.on_error",
+    "tracker",
+}  # a finished run may be taken further
 
 
 class Run:
-    """One folder. `done` holds the samples of an earlier, interrupted run by id."""
+    """One folder. `done`: samples by id, those of an earlier, interrupted run too, and where in the file each begins.
+
+    Failed ones are not done: going on tries them again, and what is written of a sample last counts.
+    """
 
     def __init__(self, folder: Path, config: Config, environment: dict[str, Any]) -> None:
         self.folder, self.samples_file = folder, folder / "samples.jsonl"
         begin(folder, config, environment)
-        self.done = {sample["id"]: sample for sample in read_samples(self.samples_file)}
         drop_partial_line(self.samples_file)
-        self.samples = self.samples_file.open("a", encoding="utf-8")
+        self.done: dict[str, int] = {}
+        place = 0
+        for line in whole_lines(self.samples_file):
+            sample = json.loads(line)
+            if "error" not in sample:
+                self.done[sample["id"]] = place
+            place += len(line)
+        self.samples = self.samples_file.open("ab")
 
     def append(self, sample: dict[str, Any]) -> None:
         """On disk when this returns: a kill later loses nothing."""
-        self.samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+        place = self.samples.tell()
+        self.samples.write(json.dumps(sample, ensure_ascii=False).encode() + b"\n")
         self.samples.flush()
         os.fsync(self.samples.fileno())
-        self.done[sample["id"]] = sample
+        if "error" not in sample:
+            self.done[sample["id"]] = place
+
+    def read(self, identifier: str) -> dict[str, Any]:
+        """A sample that is done, from the file: a long run does not fit into memory. Raises KeyError."""
+        with self.samples_file.open("rb") as file:
+            file.seek(self.done[identifier])
+            return json.loads(file.readline())
 
     def close(self) -> None:
         self.samples.close()
@@ -90,11 +114,21 @@ def append_line(file: Path, record: dict[str, Any]) -> None:
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a run killed while writing may leave half of one at the end."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return list(each_sample(file))
+
+
+def each_sample(file: Path) -> Iterator[dict[str, Any]]:
+    """One after the other, none of them kept."""
+    for line in whole_lines(file):
+        if line.strip():
+            yield json.loads(line)
+
+
+def whole_lines(file: Path) -> Iterator[bytes]:
+    """Without what a run killed while writing may leave at the end; nothing of a file that is not there."""
+    if file.exists():
+        with file.open("rb") as lines:
+            yield from (line for line in lines if line.endswith(b"\n"))
 
 
 def drop_partial_line(file: Path) -> None:
@@ -137,7 +171,7 @@ def write_json(file: Path, content: Any) -> None:
     partial.replace(file)
 
 
-def describe_environment(device: str, dtype: str) -> dict[str, Any]:
+def describe_environment(device: str, dtype: str, batch_size: int = 1) -> dict[str, Any]:
     """What a figure depends on besides the configuration."""
     import torch
 
@@ -145,7 +179,7 @@ def describe_environment(device: str, dtype: str) -> dict[str, Any]:
     return {
         "device": cuda or f"{device} ({cpu_name()})",
         "dtype": dtype,
-        "batch_size": 1,
+        "batch_size": batch_size,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -30,6 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from specplug.config import ConfigError, Dataset, Training, first_line
 from specplug.data import Row, prompt_ids
+from specplug.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,8 @@ def without_prompt_length(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 class Progress(TrainerCallback):
     """One progress bar on stderr; on Ctrl-C or SIGTERM the step is finished, a checkpoint written, the run left."""
 
-    def __init__(self, bar: Any) -> None:
+    def __init__(self, bar: Any, tracker: Tracker) -> None:
+        self.tracker = tracker
         self.bar, self.interrupted, self.losses = bar, False, list[dict[str, float]]()
         self.previous: dict[int, Any] = {}
 
@@ -170,6 +172,7 @@ class Progress(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        self.tracker.log(state.global_step, logs or {})
         if logs and "loss" in logs:
             self.losses.append({"step": state.global_step, "loss": logs["loss"]})
         if logs and "eval_loss" in logs:
@@ -240,6 +243,7 @@ def fit(
     seed: int,
     make_trainer: Callable[..., Trainer] = Trainer,
     collator: Callable[[list[Example]], dict[str, Tensor]] | None = None,
+    tracker: Tracker | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train, from the last complete checkpoint in `folder` if there is one. Returns the model and its losses, of a
     distillation also its acceptance on the held-out texts by step.
@@ -254,7 +258,7 @@ def fit(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     checkpoint = last_checkpoint(folder)
     arguments = training_arguments(recipe, folder, bool(held_out), seed, evaluate_first=checkpoint is None)
-    progress = Progress(bar)
+    progress = Progress(bar, tracker or Tracker())
     common: dict[str, Any] = dict(
         model=model,
         args=arguments,

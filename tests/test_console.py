@@ -7,7 +7,7 @@ from rich.console import Console
 
 from specplug import console
 from specplug.console import Bar, table_of
-from specplug.report import so_far
+from specplug.report import SoFar
 
 TABLE = [["", "tokens / s"], ["plain", "12"], ["[red]x[/red] [/nothing]", "34"]]
 
@@ -43,6 +43,13 @@ def test_a_table_takes_any_text():
     out = io.StringIO()
     Console(file=out, width=80).print(table_of([["[b]", "x"], ["[/]", "[link=x]y"]]))
     assert "[b]" in out.getvalue() and "[/]" in out.getvalue() and "[link=x]y" in out.getvalue()
+
+
+def so_far(samples):
+    tally = SoFar()
+    for each in samples:
+        tally.add(each)
+    return tally.told()
 
 
 def test_so_far():

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import specplug
-from specplug.config import ConfigError, Dataset
+from specplug.config import ConfigError, Dataset, Metric
 from specplug.data import Row, load_rows, prompt_ids
 
 
@@ -53,7 +53,7 @@ def test_spec_bench_columns(tmp_path):
 
 WRONG = {
     "no such file": (Dataset(name="d", path="/nowhere/rows.jsonl"), "dataset.path=/nowhere/rows.jsonl: no such file"),
-    "not a jsonl name": (Dataset(name="d", path=__file__), "not a JSONL file"),
+    "not a jsonl name": (Dataset(name="d", path=__file__), "not a file of a known kind; allowed endings are .jsonl"),
     "a folder": (Dataset(name="d", path="/"), "is a folder"),
     "nothing named": (Dataset(name="d"), "dataset.path=FILE"),
 }
@@ -85,7 +85,7 @@ def test_content_that_cannot_be_used(tmp_path):
     assert "in the categories b" in problem(tmp_path, {"prompt": "x"}, categories=["b"])
     assert "stands twice (rows 1 and 2)" in problem(tmp_path, {**good, "n": 1}, {**good, "n": 1}, id_column="n")
     assert "dataset.template" in problem(tmp_path, good, template="{nope}")
-    assert "dataset.reference_column=a" in problem(tmp_path, good, reference_column="a", scored=True)
+    assert "dataset.reference_column=a" in problem(tmp_path, good, reference_column="a", metric=Metric.exact_match)
 
 
 def test_not_utf8(tmp_path):

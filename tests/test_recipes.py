@@ -274,8 +274,10 @@ def test_a_conversation_that_becomes_too_long_is_left_out(tmp_path, capsys, capl
     file.write_text(json.dumps({"turns": ["Who is Mia?", "word " * 600, "Again?"]}) + "\n")
     arguments = ["dataset=jsonl", f"dataset.path={file}", "dataset.prompt_column=turns", "sampling.max_new_tokens=8"]
     assert run_recipe(specplug.load(*arguments, "recipe.trace=0"), tmp_path / "run") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_samples"] == 1
-    assert caplog.text.count("left out") == 2
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["num_samples"] == 1 and caplog.text.count("left out") == 2
+    assert [each["id"] for each in summary["errors"]] == ["0.2", "0.3"]
+    assert "context of 512" in summary["errors"][0]["reason"] and "turn before" in summary["errors"][1]["reason"]
 
 
 def test_a_report_counts_the_members_of_a_chain(tmp_path, capsys):

@@ -22,6 +22,7 @@ def sample(identifier, category="a", plain=2.0, ours=1.0, assisted=1.5, kind="id
     return {
         "id": identifier,
         "category": category,
+        "prompt_tokens": 7,
         "plain": side(plain),
         "assisted": assisted and side(assisted),
         "speculative": side(ours) | {"stats": stats.to_dict()},
@@ -43,7 +44,8 @@ def test_totals_over_totals():
     assert summary["alpha"] == pytest.approx(14 / 16) and summary["mean_acceptance_length"] == pytest.approx(18 / 4)
     assert summary["acceptance_histogram"] == [0, 0, 0, 2, 2]
     assert summary["exactness"]["identical"] == 2 and summary["mismatches"] == []
-    assert summary["task_score"] == {"baseline": 1.0, "speculative": 1.0}
+    score = summary["task_score"]
+    assert (score["baseline"], score["speculative"], score["verdict"]) == (1.0, 1.0, "equal")
     assert list(summary["categories"]) == ["a", "b"] and summary["categories"]["b"]["speedup"] == pytest.approx(4.0)
 
 

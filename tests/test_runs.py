@@ -19,7 +19,7 @@ def test_samples_are_on_disk_at_once_and_a_run_goes_on(tmp_path):
     run = Run(tmp_path / "run", config(), {})
     run.append({"id": "a", "text": "é"})
     assert read_samples(run.samples_file) == [{"id": "a", "text": "é"}]
-    run.samples.write('{"id": "b", "te')  # as a kill in the middle of writing leaves it
+    run.samples.write(b'{"id": "b", "te')  # as a kill in the middle of writing leaves it
     run.close()
     again = Run(tmp_path / "run", config(f"resume={tmp_path / 'run'}"), {})
     assert list(again.done) == ["a"]

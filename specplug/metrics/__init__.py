@@ -1,1 +1,1 @@
-"""Task metrics, one file each: a function of (answer, reference) to a score between 0 and 1."""
+"""Task metrics: functions of (answer, reference) to a score between 0 and 1; `scoring.py` chooses one by `dataset.metric`."""
