@@ -22,6 +22,7 @@ from specplug.config import (
     Adaptive,
     Answer,
     Auto,
+    Bench,
     Block,
     Calibrate,
     Certify,
@@ -40,6 +41,7 @@ from specplug.config import (
     Metric,
     Plain,
     Prune,
+    QuantizationMethod,
     Rounds,
     Sweep,
     Theory,
@@ -56,7 +58,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
     "schedule": (Fixed, Confidence, Adaptive),
     "engine": (Auto, Rounds, Lookahead, Plain),
-    "recipe": (Evaluate, Sweep, Calibrate, Certify, Compare, Generate, Theory, Train, Distill, Prune),
+    "recipe": (Evaluate, Bench, Sweep, Calibrate, Certify, Compare, Generate, Theory, Train, Distill, Prune),
 }
 
 
@@ -134,6 +136,7 @@ READ_BY: dict[str, tuple[Drafter, ...]] = {
     **dict.fromkeys(("min_ngram", "max_ngram"), (Drafter.lookup, Drafter.suffix)),
     **dict.fromkeys(("min_probability", "warm"), (Drafter.suffix,)),
     "num_layers": (Drafter.early_exit,),
+    "shape": (Drafter.model,),
     **dict.fromkeys(("plugin", "options"), (Drafter.plugin,)),
 }
 
@@ -299,6 +302,33 @@ def check(config: Config) -> None:
         )
         fixed = isinstance(schedule, Adaptive) or recipe.gamma == Certify().gamma
         need(fixed, "recipe.gamma", recipe.gamma, "nothing reads it but with schedule=adaptive; take schedule.gamma")
+    for role, shape in (("target", config.target.shape), ("draft", d.shape)):
+        allowed = "random weights write no text; they are for recipe=bench, where speed alone counts"
+        need(shape is None or isinstance(recipe, Bench), f"{role}.shape", "(given)", allowed)
+        method = getattr(config, role).quantization.method
+        plain = shape is None or method is QuantizationMethod.none
+        need(
+            plain,
+            f"{role}/quantization",
+            method.name,
+            f"the random weights of {role}.shape are not quantized; leave it out",
+        )
+    if isinstance(recipe, Bench):
+        need(recipe.limit is None or recipe.limit >= 1, "recipe.limit", recipe.limit, "must be 1 or more, or null")
+        need(
+            bool(recipe.gammas) and min(recipe.gammas, default=0) >= 0,
+            "recipe.gammas",
+            recipe.gammas,
+            "must be numbers from 0 on",
+        )
+        for name in ("repeats", "batch_size"):
+            need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
+        length = recipe.prompt_tokens
+        need(length is None or length >= 1, "recipe.prompt_tokens", length, "must be 1 or more, or null")
+        alpha = recipe.synthetic_alpha
+        need(alpha is None or 0 <= alpha <= 1, "recipe.synthetic_alpha", alpha, "must be between 0 and 1, or null")
+        sampled = alpha is None or s.temperature > 0
+        need(sampled, "recipe.synthetic_alpha", alpha, "is drawn where drafts are sampled; add sampling.temperature=1")
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Generate):

@@ -145,6 +145,7 @@ class Model:
     device: str = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    shape: Any = None  # recipe=bench: fields of a transformers configuration, for random weights; name_or_path gives the tokenizer
     quantization: Quantization = field(default_factory=Quantization)
 
 
@@ -160,6 +161,7 @@ class Draft:
     device: str = "auto"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    shape: Any = None
     quantization: Quantization = field(default_factory=Quantization)
     min_ngram: int = 2  # lookup and suffix: shortest and longest run of tokens to look for
     max_ngram: int = 8
@@ -346,6 +348,19 @@ class Certify(Recipe):
     tokens: int = 4  # of each of those
     gamma: int = 4  # drafts a round in place of schedule=adaptive, which may stop drafting
     false_alarm: float = 1e-6  # how often the comparison of laws fails where nothing is wrong
+
+
+@dataclass
+class Bench(Recipe):
+    """Every way to decode, timed in turn, and where a round's time goes."""
+
+    limit: int | None = 8
+    gammas: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    repeats: int = 3  # of each way on each batch of prompts; the median counts
+    batch_size: int = 1  # prompts decoded together
+    prompt_tokens: int | None = None  # cut or repeat prompts to so many tokens
+    compare_assisted: bool = True
+    synthetic_alpha: float | None = None  # keep each draft with this probability, whatever it is
 
 
 @dataclass

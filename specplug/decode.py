@@ -92,7 +92,7 @@ def decode(
     keyed: Keyed | None = None,
     synchronize: bool = False,
     trace: Trace | None = None,
-    graph: str = "off",
+    capture: Capture | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
@@ -139,7 +139,7 @@ def decode(
     if do_sample and (rule == "walk" or keyed is not None):
         noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
         verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
-    capture = Capture(graph)
+    capture = capture or Capture()
     request = Request(
         do_sample and noise is None,
         for_draft,

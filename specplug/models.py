@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -36,8 +38,10 @@ def load_target(config: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 def load_model(config: Model | Draft, role: str) -> PreTrainedModel:
     """A model ready to generate, in eval mode. `role` is "target" or "draft", for messages."""
-    path, gguf_file = locate(config, role)
     device = pick_device(config.device, role)
+    if config.shape is not None:
+        return model_of_shape(config, role, device)
+    path, gguf_file = locate(config, role)
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, config.dtype.value),
         "trust_remote_code": config.trust_remote_code,
@@ -61,6 +65,26 @@ def load_model(config: Model | Draft, role: str) -> PreTrainedModel:
     if quantization is None:
         model = model.to(device)
     return model.eval()
+
+
+def model_of_shape(config: Model | Draft, role: str, device: str) -> PreTrainedModel:
+    """Random weights in the shape that is given: as quick as real ones, and without a download."""
+    kwargs = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    with torch.device(device):
+        model = random_model(f"{role}.shape", config.shape, dtype=getattr(torch, config.dtype.value), **kwargs)
+    return model.eval()
+
+
+def random_model(key: str, fields: dict[str, Any], **kwargs: Any) -> PreTrainedModel:
+    """Random weights, from the fields of a transformers configuration that `key` gave. Raises ConfigError."""
+    fields = dict(fields)
+    try:
+        shape = AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, **kwargs)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(f"{key}: {reason}; give the fields of a transformers configuration") from error
+    return model
 
 
 def load_tokenizer(config: Model | Draft, role: str) -> PreTrainedTokenizerBase:

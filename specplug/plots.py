@@ -170,6 +170,26 @@ def speedup(summary: dict[str, Any], rows: list[Row] | None = None) -> Plot | No
     )
 
 
+def ways(summary: dict[str, Any]) -> Plot:
+    """The ways of a benchmark, by tokens per second."""
+    shown = [(name, way) for name, way in summary["ways"].items() if way["tokens_per_second"] is not None]
+
+    def paint(axes: Any) -> None:
+        for k, (name, way) in enumerate(shown):
+            colour = PLAIN if name == "transformers" else ASSISTED if name.startswith("transformers") else OURS
+            axes.barh(k, way["tokens_per_second"], color=colour, height=0.6)
+            axes.annotate(
+                f" {way['tokens_per_second']:.0f}", (way["tokens_per_second"], k), va="center", fontsize=8, color=SOFT
+            )
+        _rows(axes, [name for name, _ in shown], 30)
+        axes.set_xlabel("tokens per second, prompts included", loc="right")
+
+    alpha = summary["synthetic_alpha"]
+    caption = f"All tokens over all seconds, {summary['batch_size']} prompts at a time."
+    caption += "" if alpha is None else f" Synthetic: drafts are kept with probability {alpha:g}."
+    return draw("bench", "Ways to decode", caption, _height(len(shown)), paint)
+
+
 def predicted(summary: dict[str, Any]) -> Plot | None:
     shown = [row for row in categories(summary) if row[1]["speedup"] is not None and row[1]["predicted_speedup"]]
     if not shown:

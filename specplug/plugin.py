@@ -24,7 +24,7 @@ from specplug import carrier, hook
 from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
-from specplug.capture import GRAPHS
+from specplug.capture import GRAPHS, Capture
 from specplug.config import Adaptive, Confidence, Config, Fixed
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
@@ -83,6 +83,7 @@ class SpeculativeProcessor(LogitsProcessor):
         self.verify = _allowed("verify", verify, RULE_NAMES)
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
         self.graph = _allowed("graph", graph, GRAPHS)
+        self.record_after: int | None = None  # uses of a width before it is recorded; None is capture.py's own number
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
@@ -217,7 +218,9 @@ class SpeculativeProcessor(LogitsProcessor):
             with linear(), model._optimize_model_for_decode():
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
-                return decode(model, *inputs, streamer, trace=self.trace, graph=self.graph, **common)
+                return decode(
+                    model, *inputs, streamer, trace=self.trace, capture=Capture(self.graph, self.record_after), **common
+                )
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:

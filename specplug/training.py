@@ -17,8 +17,6 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -30,6 +28,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from specplug.config import ConfigError, Dataset, Training, first_line
 from specplug.data import Row, prompt_ids
+from specplug.models import random_model
 from specplug.tracker import Tracker
 
 log = logging.getLogger(__name__)
@@ -78,14 +77,8 @@ def new_model(
 ) -> PreTrainedModel:
     """A model with random weights from the fields of a transformers configuration."""
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    try:
-        shape = {"max_position_embeddings": max_length, "vocab_size": len(tokenizer), **(architecture or {})}
-        config = AutoConfig.for_model(shape.pop("model_type", "llama"), **shape, **special)
-        return AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"recipe.architecture={architecture}: {first_line(error)}; give the fields of a transformers configuration"
-        ) from error
+    shape = {"max_position_embeddings": max_length, "vocab_size": len(tokenizer), **(architecture or {}), **special}
+    return random_model(f"recipe.architecture={architecture}", shape)
 
 
 def encode(

@@ -73,6 +73,10 @@ def _own_drafter(config: Draft, target: PreTrainedModel, target_tokenizer: Any) 
         return EarlyExitDrafter(target, config.num_layers or 0)
     if config.drafter is DrafterKind.plugin:
         return load_plugin(config, target)
+    if config.shape is not None:
+        model = load_model(config, "draft")
+        check_pair(target, model)
+        return ModelDrafter(model)
     if config.name_or_path is None:
         raise ConfigError(
             "draft.name_or_path is not given; name a model or folder, or take draft=lookup, which needs none"

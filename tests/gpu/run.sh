@@ -19,7 +19,8 @@ cd "$out"
 run() { # name, then what the command takes: one evaluation, its report in a folder of its own
   local name=$1
   shift
-  "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" recipe.trace=1 "$@" >"$out/$name.json" 2>"$out/$name.log" \
+  [[ " $* " == *" recipe=bench "* ]] || set -- recipe.trace=1 "$@"
+  "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
     || echo "$name: exit code $?, see $name.log"
   tail -n 12 "$out/$name.log"
 }
@@ -32,7 +33,10 @@ PY
 # The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
 run tiny_fp32 "draft.device=$device" "recipe.limit=$limit" "threads=$threads"
 run tiny_bf16 "draft.device=$device" "recipe.limit=$limit" "threads=$threads" target.dtype=bf16 draft.dtype=bf16
+run tiny_uncaptured "draft.device=$device" "recipe.limit=$limit" "threads=$threads" graph=off
 run tiny_sampled "draft.device=$device" "recipe.limit=$limit" "threads=$threads" sampling.temperature=0.7
+run bench_tiny recipe=bench "draft.device=$device" "recipe.limit=4" "threads=$threads"
+[ "$device" = cpu ] || run bench_shapes recipe=bench pair=shape_llama8b_1b recipe.synthetic_alpha=0.8 sampling.temperature=1 recipe.limit=2
 
 if [ -s "${SPECPLUG_SMOLLM2:-}" ] && [ -s "${SPECPLUG_SPEC_BENCH:-}" ]; then
   # bitsandbytes quantizes ordinary weights, so the GGUF file becomes some first.

@@ -1,0 +1,116 @@
+"""The benchmark: all ways measured in turn, shapes with random weights, and acceptance that is drawn, in there alone."""
+
+import json
+
+import pytest
+import torch
+
+import specplug
+from specplug import bench, verify
+from specplug.cli import run_recipe
+from specplug.config import ConfigError
+
+QUICK = ["recipe=bench", "recipe.limit=2", "recipe.repeats=1", "recipe.gammas=[0,2]", "sampling.max_new_tokens=12"]
+SHAPE = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: %d, num_attention_heads: 4, vocab_size: 1024, max_position_embeddings: 512}"
+SHAPES = [f"target.shape={SHAPE % 2}", f"draft.shape={SHAPE % 1}", "draft.name_or_path=null"]
+
+
+def run(folder, *overrides):
+    assert run_recipe(specplug.load(*QUICK, *overrides), folder) == 0
+    return json.loads((folder / "bench.json").read_text())
+
+
+def test_all_ways_are_measured_in_turn(tmp_path):
+    summary = run(tmp_path / "run")
+    ways = summary["ways"]
+    assert list(ways) == [bench.PLAIN, bench.ASSISTED, "gamma 0", "gamma 2", bench.ADAPTIVE]
+    assert summary["synthetic_alpha"] is None and summary["num_batches"] == 2
+    for name, way in ways.items():
+        assert way["num_new_tokens"] <= 24 and way["same_ids"] == 2, name
+        assert way["tokens_per_second"] > 0 and way["tokens_per_second_decode"] > 0 and way["seconds_first"] > 0
+    assert ways[bench.PLAIN]["speedup"] == 1 and ways[bench.PLAIN]["num_rounds"] == 0
+    assert ways["gamma 0"]["mean_acceptance_length"] == 1 < ways["gamma 2"]["mean_acceptance_length"]
+    parts = ways["gamma 2"]["round"]
+    assert all(part > 0 for part in parts.values())
+    assert sum(parts.values()) == pytest.approx(ways["gamma 2"]["seconds_per_round"])
+    assert ways["gamma 2"]["predicted_speedup"] > 0 and ways["gamma 2"]["share_of_theory"] > 0
+    assert ways[bench.PLAIN]["share_of_memory"] > 0 and ways["gamma 2"]["share_of_memory"] is None
+    report = (tmp_path / "run" / "bench.md").read_text()
+    assert "gamma 2" in report and "ynthetic" not in report and (tmp_path / "run" / "plots" / "bench.svg").exists()
+
+
+def test_a_batch_and_prompts_of_a_length(tmp_path):
+    summary = run(tmp_path / "run", "recipe.batch_size=2", "recipe.prompt_tokens=20")
+    (sample,) = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sample["prompt_tokens"] == [20, 20]
+    ways = summary["ways"]
+    assert bench.ASSISTED not in ways and ways["gamma 2"]["same_ids"] == 1
+    assert ways["gamma 2"]["seconds_first"] is None and ways["gamma 2"]["share_of_theory"] is None
+
+
+def test_shapes_with_drawn_acceptance(tmp_path):
+    torch.manual_seed(0)
+    found = run(tmp_path / "run", *SHAPES, "recipe.synthetic_alpha=1", "sampling.temperature=1")
+    assert bench.ASSISTED not in found["ways"]
+    assert found["ways"]["gamma 2"]["alpha"] == 1 and found["ways"]["gamma 2"]["num_new_tokens"] == 24
+    assert "Synthetic" in (tmp_path / "run" / "bench.md").read_text()
+    assert bench.SYNTHETIC not in verify.RULES
+    never = run(tmp_path / "never", *SHAPES, "recipe.synthetic_alpha=0", "sampling.temperature=1")
+    assert never["ways"]["gamma 2"]["alpha"] == 0 and never["ways"]["gamma 2"]["mean_acceptance_length"] == 1
+
+
+def test_drafts_are_kept_as_often_as_is_asked_for():
+    """A binomial count of 4,000: false alarm below 1e-6 (5 standard deviations). Behind a row's last draft nothing is kept."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, probs = torch.zeros((4000, 3), dtype=torch.long), torch.full((4000, 4, 5), 0.2)
+    num_drafts = torch.full((4000,), 2)
+    verified = bench.verify_synthetic(0.7, tokens, None, probs, generator, num_drafts)
+    assert abs(int((verified.num_accepted > 0).sum()) - 2800) < 5 * (4000 * 0.7 * 0.3) ** 0.5
+    assert verified.num_accepted.max() == 2 and verified.next_token.unique().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_cut_short_it_goes_on(tmp_path, monkeypatch):
+    from specplug.recipes import bench as recipe
+
+    original, calls = recipe.measured, []
+
+    def interrupted(*arguments):
+        calls.append(arguments[2])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(recipe, "measured", interrupted)
+    folder = tmp_path / "run"
+    config = specplug.load(*QUICK)
+    assert run_recipe(config, folder) == 130
+    first = (folder / "samples.jsonl").read_text()
+    config.resume = str(folder)
+    assert run_recipe(config, folder) == 0
+    assert calls == [0, 1, 1] and (folder / "samples.jsonl").read_text().startswith(first)
+    assert json.loads((folder / "bench.json").read_text())["num_batches"] == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.synthetic_alpha=0.8"], "recipe.synthetic_alpha=0.8: is drawn where drafts are sampled"),
+        (["recipe.synthetic_alpha=1.5", "sampling.temperature=1"], "must be between 0 and 1"),
+        (["recipe.gammas=[]"], "recipe.gammas"),
+        (["recipe.repeats=0"], "recipe.repeats=0: must be 1 or more"),
+        (["recipe=evaluate", SHAPES[0]], "target.shape=(given): random weights write no text"),
+        (["draft=lookup", SHAPES[1]], "draft.shape"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(overrides, message):
+    quick = [each for each in QUICK if "recipe=" not in each or "recipe=evaluate" not in overrides]
+    if "recipe=evaluate" in overrides:
+        quick = []
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)").replace(".", r"\.")):
+        specplug.load(*quick, *overrides)
+
+
+@pytest.mark.parametrize("shape", ["{hidden_size: 32, num_attention_heads: 5}", "{model_type: no-such-model}"])
+def test_a_shape_that_is_none_is_one_line(tmp_path, shape):
+    with pytest.raises(ConfigError, match=r"target\.shape: .*give the fields of a transformers configuration"):
+        run(tmp_path / "run", f"target.shape={shape}")
