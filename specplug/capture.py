@@ -116,20 +116,15 @@ class Recording:
                 if self.replay is None:
                     self.replay, self.recorded_at = record(model, inputs), length
                 elif length != self.recorded_at:  # what was recorded at one length has to be right at another
-                    for _ in range(3):  # what torch makes of a recording settles with its second run
-                        replayed = self.run(inputs, weights)
-                    return replayed
+                    return self.run(inputs, weights)
             except Exception as error:  # whatever a model does that cannot be recorded
                 self._refuse(f"{type(model).__name__}: {first_line(error)}")
             return None
 
     def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
         """Logits, and keys and values of each layer."""
-        if inputs[0].device.type == "cpu":
-            return list(self.replay(*inputs, *weights))
-        with torch.jit.optimized_execution(
-            False
-        ):  # no fusing of operations: it compiles for long, and rounds otherwise
+        # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise.
+        with torch.jit.optimized_execution(False):
             return list(self.replay(*inputs, *weights))
 
     def check(self, replayed: list[Tensor], expected: list[Tensor]) -> None:
