@@ -10,7 +10,6 @@ Served: stock modules of torch and transformers without hooks, sdpa attention, a
 """
 
 import inspect
-import itertools
 import logging
 import threading
 import time
@@ -68,7 +67,7 @@ class Passes:
         self._recordings: dict[Any, Recording] | None = None
         if capture.graph == "capture":
             with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
-                self._recordings, self._weights = _recordings(model), list(model.parameters())
+                self._recordings, self._weights = _recordings(model)
 
     def __call__(self, ids: Tensor, cache: Any, ordinary: Callable[[], Tensor]) -> Tensor:
         """Logits (1, W, V) of `ids`, (1, W), which stand behind what `cache` holds, and then are in it.
@@ -219,20 +218,25 @@ def _held(cache: Any) -> list[Tensor]:
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[Any, Recording]]]" = weakref.WeakKeyDictionary()
 
 
-def _recordings(model: PreTrainedModel) -> dict[Any, Recording] | None:
-    """Those of this model as it is now; None if it cannot be recorded. A model that was changed is recorded anew."""
-    if why_not(model) is not None:
-        return None
-    tensors = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in model.modules())
-    state = [*map(id, tensors), *map(type, model.modules())]
+def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
+    """Those of this model as it is now, None if it cannot be recorded, and its weights, in the order of `named_parameters`.
+
+    A model that was changed is recorded anew.
+    """
+    modules = list(model.modules())
+    if why_not(model, modules) is not None:
+        return None, []
+    weights = [each for module in modules for each in module._parameters.values()]
+    buffers = [each for module in modules for each in module._buffers.values()]
+    state = [*map(id, weights), *map(id, buffers), *map(type, modules)]
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
         known = _KNOWN[model] = (state, defaultdict(Recording))
-    return known[1]
+    return known[1], list(dict.fromkeys(each for each in weights if each is not None))
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """None if this model's passes may be recorded, else the reason."""
+def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+    """None if the passes of this model, which has these modules, may be recorded, else the reason."""
     if not hasattr(torch.jit, "trace"):
         return "this torch has no torch.jit.trace"
     if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
@@ -248,7 +252,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "there are hooks on all modules"
-    for module in model.modules():
+    for module in modules:
         if not type(module).__module__.startswith(STOCK):
             return f"{type(module).__name__} is no module of torch or transformers"
         if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):

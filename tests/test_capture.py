@@ -20,6 +20,10 @@ def at_once(monkeypatch):
     monkeypatch.setattr(capture, "USES_BEFORE", 0)
 
 
+def why_not(model):
+    return capture.why_not(model, list(model.modules()))
+
+
 def recordings(model):
     """Those that are used."""
     return {width for (width, _), each in capture._KNOWN[model][1].items() if each.ready}
@@ -166,7 +170,7 @@ def test_a_model_that_changes_is_not_replayed_as_it_was(change):
 def test_what_is_not_recorded_says_why(which):
     model = make_model("llama")
     with torch.no_grad():
-        assert capture.why_not(model) is None
+        assert why_not(model) is None
         if which == "training":
             model.model.layers[0].train()
         if which == "layer of somebody else's":
@@ -177,19 +181,19 @@ def test_what_is_not_recorded_says_why(which):
             model.lm_head.__class__ = Mine
         if which == "autocast":
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert "autocast" in capture.why_not(model)
+                assert "autocast" in why_not(model)
             return
         if which == "mode":
             from torch.utils.flop_counter import FlopCounterMode
 
             with FlopCounterMode(display=False):
-                assert "mode" in capture.why_not(model)
+                assert "mode" in why_not(model)
             return
         if which == "gradients":
             with torch.enable_grad():
-                assert "gradients" in capture.why_not(model)
+                assert "gradients" in why_not(model)
             return
-        assert capture.why_not(model) is not None
+        assert why_not(model) is not None
         assert capture.Capture("capture").passes(model)._recordings is None
 
 
