@@ -70,19 +70,28 @@ def align(cache: DynamicCache, remove: Tensor, length: int) -> None:
             as the padding of a prompt is.
     """
     layers: list[Any] = cache.layers
+    removed = remove.tolist()
     for layer in layers:
         if not layer.is_initialized:  # shares another layer's keys and values
             continue
         sliding = isinstance(layer, DynamicSlidingWindowLayer)
-        held = layer.keys.shape[-2]
         kept = min(length, layer.sliding_window - 1) if sliding else length
-        ends = held - remove.to(layer.keys.device)  # (B,)
-        index = ends[:, None] - kept + torch.arange(kept, device=ends.device)  # (B, kept)
-        index = index.clamp(min=0)[:, None, :, None]  # of what a row does not have, anything: it is masked
-        layer.keys = torch.take_along_dim(layer.keys, index, dim=-2)
-        layer.values = torch.take_along_dim(layer.values, index, dim=-2)
+        layer.keys, layer.values = _aligned(layer.keys, removed, kept), _aligned(layer.values, removed, kept)
         if sliding:
             layer.cumulative_length = length
+
+
+def _aligned(states: Tensor, removed: list[int], kept: int) -> Tensor:
+    """(B, H, T, D) -> (B, H, kept, D): of each row the last positions before those removed; zeros where it has fewer."""
+    held = states.shape[-2]
+    if min(removed) == max(removed) <= held - kept:  # nothing has to be moved
+        return states[:, :, held - removed[0] - kept : held - removed[0]]
+    rows = []
+    for row, less in zip(states, removed, strict=True):
+        start = held - less - kept
+        have = row[:, max(start, 0) : held - less]
+        rows.append(have if start >= 0 else torch.nn.functional.pad(have, (0, 0, -start, 0)))
+    return torch.stack(rows)
 
 
 def select(cache: DynamicCache, rows: list[int]) -> None:
