@@ -25,6 +25,7 @@ from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.config import Adaptive, Confidence, Config, Fixed
+from specplug.config import Tree as TreeConfig
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
 from specplug.drafters.build import make_drafter
@@ -32,9 +33,18 @@ from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
 from specplug.noise import Chooser, Keyed, Seed
-from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
+from specplug.schedule import (
+    AdaptiveSchedule,
+    ConfidenceSchedule,
+    FixedSchedule,
+    Schedule,
+    TreeSchedule,
+    without_tree,
+)
 from specplug.stats import Call, Stats
 from specplug.trace import Trace
+from specplug.tree import Dynamic
+from specplug.tree_pass import why_not_tree
 from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
@@ -80,6 +90,8 @@ class SpeculativeProcessor(LogitsProcessor):
         self.engine = _allowed("engine", engine, ENGINES)
         self.verify = _allowed("verify", verify, RULE_NAMES)
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
+        if self.engine == "lookahead" and self.schedule.tree is not None:
+            raise ValueError("engine=lookahead drafts no trees; take engine=auto or rounds, or leave the tree out")
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
@@ -206,8 +218,14 @@ class SpeculativeProcessor(LogitsProcessor):
         call.engine, call.reason = self._choose(
             settings, model, input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs
         )
+        schedule = settings.schedule
+        if schedule.tree is not None and call.engine != "plain":
+            reason = self._why_chains(call, settings, model, input_ids, model_kwargs)
+            if reason is not None:
+                schedule = without_tree(schedule)
+                call.reason = f"{call.reason}; chains, not trees: {reason}"
         linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
-        common: Any = {"drafter": self.drafter, "schedule": settings.schedule, "stats": call}
+        common: Any = {"drafter": self.drafter, "schedule": schedule, "stats": call}
         if call.engine == "rounds":
             inputs = (input_ids, processors, criteria, config)
             common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
@@ -282,6 +300,22 @@ class SpeculativeProcessor(LogitsProcessor):
             )
         return "lookahead", reason
 
+    def _why_chains(
+        self, call: Call, settings: "Settings", model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]
+    ) -> str | None:
+        """None if this call drafts trees, else the reason, said once. Raises ValueError under engine=rounds."""
+        if call.engine != "rounds":
+            reason: str | None = f"the {call.engine} engine drafts chains"
+        elif len(input_ids) > 1:
+            reason = "a batch drafts a chain for each of its sequences"
+        else:
+            reason = why_not_tree(model, get_cache(model_kwargs))
+        if reason is not None and settings.engine == "rounds":
+            raise ValueError(f"engine=rounds cannot draft trees in this call: {reason}. engine=auto drafts chains.")
+        if reason is not None:
+            self.warn_once(f"drafting chains, not trees: {reason}")
+        return reason
+
     def _settings(self, given: dict[str, Any] | None) -> "Settings":
         """The plugin's settings, with those of this call in their place."""
         settings = Settings(self.schedule, self.engine, None)
@@ -305,6 +339,8 @@ class SpeculativeProcessor(LogitsProcessor):
                 f"schedule=confidence asks a draft model how sure it is, and {self._drafter.name} is none; take adaptive or fixed"
             )
         kernels.prepare(self.kernel, model)
+        if self.schedule.tree is not None:
+            _check_trees(self._drafter)
         for member in getattr(self._drafter, "members", [self._drafter]):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
@@ -324,6 +360,18 @@ def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     """The models that draft, none for a lookup."""
     members = getattr(drafter, "members", [drafter])
     return [member.model for member in members if isinstance(member, ModelDrafter)]
+
+
+def _check_trees(drafter: Drafter) -> None:
+    """Raises ValueError if the drafter cannot draft trees."""
+    for member in getattr(drafter, "members", [drafter]):
+        if not getattr(member, "drafts_trees", False):
+            raise ValueError(
+                f"tree: {member.name} drafts no trees; take a model of the same tokenizer, lookup or suffix, or leave the tree out"
+            )
+        reason = why_not_tree(member.model) if isinstance(member, ModelDrafter) else None
+        if reason is not None:
+            raise ValueError(f"tree: the draft cannot draft trees, {reason}; leave the tree out")
 
 
 class Settings(NamedTuple):
@@ -351,8 +399,10 @@ def make_schedule(config: Config) -> Schedule:
         return FixedSchedule(schedule.gamma)
     if isinstance(schedule, Confidence):
         return ConfidenceSchedule(schedule.gamma, schedule.threshold)
+    if isinstance(schedule, TreeConfig):
+        return TreeSchedule(schedule.branching or Dynamic(schedule.budget, schedule.depth))
     assert isinstance(schedule, Adaptive)
-    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen)
+    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen, schedule.tree_depth)
 
 
 def attach(
@@ -360,6 +410,7 @@ def attach(
     draft: Any = None,
     *,
     gamma: int | None = None,
+    tree: Any = None,
     verify: str | None = None,
     schedule: Schedule | None = None,
     engine: str | None = None,
@@ -373,6 +424,8 @@ def attach(
         draft: a model, the name or folder of one, a `Drafter`, a `Draft` config, "suffix", None or "lookup" for n-gram
             lookup, or a list of these: a chain, each asked when the one before has nothing good.
         gamma: draft tokens in every round. Without it, and without `schedule`, as many as pay, by measurement.
+        tree: in every round a tree of drafts: numbers of children by depth, as [4, 2, 1], or
+            `specplug.tree.Dynamic(budget=16, depth=5)`. One sequence at a time; batches draft chains.
         schedule: see schedule.py.
         verify: accept rule for sampling, "block" (the default), "token", or "walk", which gives equal ids under the same
             `torch.manual_seed`; at temperature 0 it is the comparison with the argmax.
@@ -389,15 +442,20 @@ def attach(
     """
     if config is not None:
         draft = config.draft if draft is None else draft
-        schedule = make_schedule(config) if gamma is None and schedule is None else schedule
+        schedule = make_schedule(config) if gamma is None and tree is None and schedule is None else schedule
         engine = type(config.engine).__name__.lower() if engine is None else engine
         verify = type(config.verify).__name__.lower() if verify is None else verify
         kernel = config.kernel.value if kernel is None else kernel
-    if schedule is not None and gamma is not None:
-        raise ValueError("gamma and schedule both say how many tokens to draft; give one of them")
+    given = [name for name, value in (("gamma", gamma), ("tree", tree), ("schedule", schedule)) if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how many tokens to draft; give one of them")
+    if gamma is not None:
+        schedule = FixedSchedule(gamma)
+    if tree is not None:
+        schedule = TreeSchedule(tree)
     return SpeculativeProcessor(
         draft,
-        schedule=schedule if gamma is None else FixedSchedule(gamma),
+        schedule=schedule,
         engine=engine or "auto",
         verify=verify or "block",
         kernel=kernel or "auto",

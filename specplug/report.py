@@ -71,11 +71,9 @@ def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed
 
 def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
     stats = reduce(add, (Stats.from_dict(sample["speculative"]["stats"]) for sample in samples), Stats())
-    mean_gamma, alpha = stats.mean_gamma or 0.0, stats.alpha
-    predicted = None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"])
-    with_width = (
-        None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"], costs["width_cost"])
-    )
+    mean_gamma, depth, alpha = stats.mean_gamma or 0.0, stats.mean_depth or 0.0, stats.alpha
+    predicted = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"])
+    with_width = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"], costs["width_cost"])
     exactness = Counter(sample["exactness"]["kind"] for sample in samples)
     scored = [sample["score"] for sample in samples if sample["score"] is not None]
     return {

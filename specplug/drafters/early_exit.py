@@ -29,8 +29,10 @@ class EarlyExitDrafter(ModelDrafter):
 
     def start(self, request: Request) -> Session:
         # Other kinds of cache may write in place, or move what they hold; before 5.24 a sliding window took back one pass only.
-        if type(request.cache) is DynamicCache and (
-            NAME == "cache" or all(type(layer) is DynamicLayer for layer in request.cache.layers)
+        if (
+            not request.tree
+            and type(request.cache) is DynamicCache
+            and (NAME == "cache" or all(type(layer) is DynamicLayer for layer in request.cache.layers))
         ):
             return EarlyExitSession(self, request, self.num_layers)
         return super().start(request)
