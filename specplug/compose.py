@@ -188,6 +188,7 @@ def check(config: Config) -> None:
             value,
             "draft=cross_vocab drafts no trees; take another draft or another schedule",
         )
+        need(not isinstance(recipe, Calibrate), key, value, "recipe=calibrate measures chains; leave the tree out")
     need(s.temperature >= 0, "sampling.temperature", s.temperature, "must be 0 (greedy) or more")
     need(s.top_k is None or s.top_k >= 1, "sampling.top_k", s.top_k, "must be 1 or more, or null")
     for name in ("top_p", "min_p"):

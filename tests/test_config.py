@@ -62,6 +62,7 @@ WRONG_TREES = {
     "schedule.branching=[3,0]": "numbers of 1 or more",
     "schedule.branching=[3] schedule.depth=3": "takes the place of both",
     "engine=lookahead": "engine=lookahead drafts no trees",
+    "recipe=calibrate": "recipe=calibrate measures chains",
     "draft=cross_vocab draft.name_or_path=x": "draft=cross_vocab drafts no trees",
 }
 
