@@ -215,10 +215,8 @@ def decode(
             elif gamma > 0 and not request.tree:
                 proposal = safely(lambda: session.propose(visible, gamma), nothing, [visible.shape[1]])  # noqa: B023
             proposal = proposal.first(plan.trim(proposal.tokens.shape[1], proposal.bucket))
-            if (
-                proposal.tree is not None and proposal.tree.is_chain
-            ):  # needs no mask, and its rules look at it as a whole
-                proposal = proposal._replace(tree=None)
+            if proposal.tree is not None and proposal.tree.is_chain:
+                proposal = proposal._replace(tree=None)  # needs no mask, and its rules are quicker
             if trace is not None:
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
             width = proposal.tokens.shape[1] + 1

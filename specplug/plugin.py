@@ -44,7 +44,7 @@ from specplug.schedule import (
 from specplug.stats import Call, Stats
 from specplug.trace import Trace
 from specplug.tree import Dynamic
-from specplug.tree_pass import why_not_tree
+from specplug.tree_pass import check_drafter, why_chains
 from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
@@ -220,8 +220,9 @@ class SpeculativeProcessor(LogitsProcessor):
         )
         schedule = settings.schedule
         if schedule.tree is not None and call.engine != "plain":
-            reason = self._why_chains(call, settings, model, input_ids, model_kwargs)
+            reason = why_chains(call.engine, len(input_ids), model, get_cache(model_kwargs))
             if reason is not None:
+                self._say_chains(settings, reason)
                 schedule = without_tree(schedule)
                 call.reason = f"{call.reason}; chains, not trees: {reason}"
         linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
@@ -300,21 +301,11 @@ class SpeculativeProcessor(LogitsProcessor):
             )
         return "lookahead", reason
 
-    def _why_chains(
-        self, call: Call, settings: "Settings", model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]
-    ) -> str | None:
-        """None if this call drafts trees, else the reason, said once. Raises ValueError under engine=rounds."""
-        if call.engine != "rounds":
-            reason: str | None = f"the {call.engine} engine drafts chains"
-        elif len(input_ids) > 1:
-            reason = "a batch drafts a chain for each of its sequences"
-        else:
-            reason = why_not_tree(model, get_cache(model_kwargs))
-        if reason is not None and settings.engine == "rounds":
+    def _say_chains(self, settings: "Settings", reason: str) -> None:
+        """Trees were asked for, and this call drafts chains."""
+        if settings.engine == "rounds":
             raise ValueError(f"engine=rounds cannot draft trees in this call: {reason}. engine=auto drafts chains.")
-        if reason is not None:
-            self.warn_once(f"drafting chains, not trees: {reason}")
-        return reason
+        self.warn_once(f"drafting chains, not trees: {reason}")
 
     def _settings(self, given: dict[str, Any] | None) -> "Settings":
         """The plugin's settings, with those of this call in their place."""
@@ -340,7 +331,7 @@ class SpeculativeProcessor(LogitsProcessor):
             )
         kernels.prepare(self.kernel, model)
         if self.schedule.tree is not None:
-            _check_trees(self._drafter)
+            check_drafter(self._drafter)
         for member in getattr(self._drafter, "members", [self._drafter]):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
@@ -360,18 +351,6 @@ def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     """The models that draft, none for a lookup."""
     members = getattr(drafter, "members", [drafter])
     return [member.model for member in members if isinstance(member, ModelDrafter)]
-
-
-def _check_trees(drafter: Drafter) -> None:
-    """Raises ValueError if the drafter cannot draft trees."""
-    for member in getattr(drafter, "members", [drafter]):
-        if not getattr(member, "drafts_trees", False):
-            raise ValueError(
-                f"tree: {member.name} drafts no trees; take a model of the same tokenizer, lookup or suffix, or leave the tree out"
-            )
-        reason = why_not_tree(member.model) if isinstance(member, ModelDrafter) else None
-        if reason is not None:
-            raise ValueError(f"tree: the draft cannot draft trees, {reason}; leave the tree out")
 
 
 class Settings(NamedTuple):

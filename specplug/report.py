@@ -227,8 +227,10 @@ def headline(summary: dict[str, Any]) -> list[str]:
     )
     drafted = {int(gamma): rounds for gamma, rounds in summary["drafted_histogram"].items()}
     if len(drafted) > 1 and summary["num_rounds"]:
+        often = max(drafted, key=drafted.__getitem__)
+        in_trees = sum(depth * rounds for depth, rounds in drafted.items()) < summary["num_draft_tokens"]
         lines.append(
-            f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {max(drafted, key=drafted.__getitem__)}, "
+            f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {often}{' deep' * in_trees}, "
             f"none in {100 * drafted.get(0, 0) / summary['num_rounds']:.0f} % of the rounds"
         )
     for name, counts in summary["members"].items():

@@ -44,6 +44,28 @@ def why_not_tree(model: PreTrainedModel, cache: Any = None) -> str | None:
     return _FOUND[model]
 
 
+def why_chains(engine: str, num_rows: int, model: PreTrainedModel, cache: Any) -> str | None:
+    """None if a call of so many sequences, served by this engine, can have trees, else the reason."""
+    if engine != "rounds":
+        return f"the {engine} engine drafts chains"
+    if num_rows > 1:
+        return "a batch drafts a chain for each of its sequences"
+    return why_not_tree(model, cache)
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raises ValueError if the drafter cannot draft trees."""
+    for member in getattr(drafter, "members", [drafter]):
+        if not getattr(member, "drafts_trees", False):
+            raise ValueError(
+                f"tree: {member.name} drafts no trees; take a model of the same tokenizer, lookup or suffix, or leave the tree out"
+            )
+        model = getattr(member, "model", None)
+        reason = why_not_tree(model) if isinstance(model, PreTrainedModel) else None
+        if reason is not None:
+            raise ValueError(f"tree: the draft cannot draft trees, {reason}; leave the tree out")
+
+
 def _tried_out(model: PreTrainedModel) -> str | None:
     """Score a node behind the second of two siblings in a tree, and behind that sibling alone: they have to agree, within a
     share of what it would change to see the first sibling too."""

@@ -1,8 +1,8 @@
 """How many tokens a target pass gives, by accept rule, for chains and for trees: a command, and a table on stdout.
 
 python tests/acceptance.py --limit 12 --widths 2 4 8 --temperatures 0 0.7 1.0 -- sampling.max_new_tokens=64
-python tests/acceptance.py --limit 6 --widths 4 8 -- pair=lookup draft=suffix target=custom target.name_or_path=MODEL.gguf \
-    dataset=spec_bench dataset.path=question.jsonl
+python tests/acceptance.py --limit 6 --widths 8 --rules walk -- pair=lookup draft=suffix target=custom \
+    target.name_or_path=MODEL.gguf dataset=spec_bench dataset.path=question.jsonl
 
 Behind `--` stand the overrides of a configuration. Prompts are taken evenly over the data set. A chain of n drafts is compared with
 trees of n nodes: dynamic ones no deeper than n and than --depth, static ones of the shapes below. All rules, shapes and
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--depth", type=int, default=8, help="of dynamic trees, at most")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--rules", nargs="+", default=["token", "block", "walk"], help="when sampling")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     config = specplug.load("engine=rounds", *given.overrides)
@@ -64,7 +65,7 @@ def main() -> None:
         arguments = generate_arguments(config)
         for width in given.widths:
             for name, schedule in schedules(width, given.depth).items():
-                for rule in ("token", "block", "walk") if temperature > 0 else ("greedy",):
+                for rule in given.rules if temperature > 0 else ["greedy"]:
                     plugin.schedule, plugin.verify = schedule, "block" if rule == "greedy" else rule
                     stats = measure(plugin, pipe.model, prompts, arguments, config.seed)
                     alpha = float("nan") if stats.alpha is None else stats.alpha

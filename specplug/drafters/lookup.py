@@ -35,9 +35,8 @@ class LookupSession:
         self.sizes, self.vocab_size = sizes, vocab_size
         self.text: list[int] = []
         self.indexed = 0  # n-grams that end before this position are in `following`
-        self.following: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # n-gram -> where its occurrences are followed up, latest first
+        # n-gram -> where its latest occurrences are followed up, the last of them first
+        self.following: dict[tuple[int, ...], list[int]] = {}
         self.num_steps, self.seconds_forward = 0, 0.0
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:

@@ -127,12 +127,12 @@ class SuffixSession:
         parents: list[int] = []
         paths: list[list[int]] = [[]]
         num_children = [0]
-        matched = 0
-        waiting: list[tuple[float, int, int]] = []  # least likely last: (-likelihood, parent, token)
+        waiting: list[tuple[float, int, int]] = []  # (-likelihood, parent, token): a heap
 
         def add_children(node: int, likely: float) -> int:
-            counts, run = self.counts.known([*self.text, *paths[node]][-self.counts.depths.start :])
-            for token, times in counts.items():
+            longest = self.counts.depths.start
+            counts, run = self.counts.known([*self.text[-longest:], *paths[node]][-longest:])
+            for token, times in tuple(counts.items()):  # other calls may count on
                 share = likely * times / counts.total()
                 if share >= self.min_probability and token < self.vocab_size:
                     heapq.heappush(waiting, (-share, node, token))
