@@ -1,5 +1,8 @@
 """Trees of drafts in `generate`: greedy ids are those of plain `generate`, samples have its law, and the caches follow."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from conftest import EOS, make_model, noisy_copy, prompt
@@ -352,3 +355,31 @@ def test_a_traced_call_shows_the_path(do_sample):
         drafts = [each for one in plugin.trace.rounds for each in one.drafts]
         assert sum(each.decision == "accepted" for each in drafts) == plugin.last.num_accepted
         assert all(each.p is not None for each in drafts)
+
+
+def test_a_draft_with_a_shorter_context_stops_in_time():
+    target = pair("llama")[0]
+    draft = copy.deepcopy(target)
+    draft.config.max_position_embeddings = 16
+    for tree in TREES.values():
+        plain, ours, last = both(target, draft, prompt(), tree)
+        assert torch.equal(plain.sequences, ours.sequences)
+        assert last.drafted[0] > 0 and max(last.drafted) > 1
+
+
+def test_a_draft_that_fails_is_done_without(caplog, monkeypatch):
+    target, draft = pair("llama")
+    right, calls = type(draft).forward, []
+
+    @functools.wraps(right)
+    def fails(self, *args, **kwargs):
+        calls.append(self)
+        if self is draft and sum(each is draft for each in calls) == 8:
+            raise RuntimeError("out of memory")
+        return right(self, *args, **kwargs)
+
+    why_not_tree(draft), why_not_tree(target)  # tried out before
+    monkeypatch.setattr(type(draft), "forward", fails)
+    plain, ours, last = both(target, draft, prompt())
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert "going on without it: out of memory" in caplog.text and last.drafted[0] > 0
