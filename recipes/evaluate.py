@@ -62,7 +62,8 @@ def run(config: Config, folder: Path) -> int:
     sides = measure.Sides(config, model, tokenizer, plugin)
     for ids in first[: recipe.warmup]:
         sides.take_turns([ids], config.seed)
-    gamma = max(plugin.stats.drafted, default=1)
+    shape = plugin.schedule.tree
+    gamma = max(plugin.stats.drafted, default=1) if shape is None else shape.size
     costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel, plugin.graph)
     write_json(
         folder / "costs.json",

@@ -22,7 +22,7 @@ _HOME = {
     "ConfigError": "specplug.config",
     "Stats": "specplug.stats",
 }
-_MODULES = ("theory", "trace", "verify")
+_MODULES = ("theory", "trace", "tree", "verify")
 __all__ = [
     "Config",
     "ConfigError",
@@ -36,11 +36,12 @@ __all__ = [
     "pipeline",
     "theory",
     "trace",
+    "tree",
     "verify",
 ]
 
 if TYPE_CHECKING:
-    from specplug import theory, trace, verify
+    from specplug import theory, trace, tree, verify
     from specplug.compose import load
     from specplug.config import Config, ConfigError
     from specplug.pipelines import pipeline

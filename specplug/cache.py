@@ -54,6 +54,22 @@ def crop(cache: DynamicCache, tokens_to_remove: int) -> None:
     cache.crop(-tokens_to_remove)
 
 
+def keep(cache: DynamicCache, width: int, places: list[int]) -> None:
+    """Of the last `width` positions keep these, in this order, and take back the others: of a tree, the path that was kept.
+
+    For layers that hold the whole text; see `tree_pass.why_not_tree`.
+    """
+    if places == list(range(len(places))):
+        crop(cache, width - len(places))
+        return
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.is_initialized:
+            first = layer.keys.shape[-2] - width
+            index = torch.cat([torch.arange(first), first + torch.tensor(places)]).to(layer.keys.device)
+            layer.keys, layer.values = layer.keys.index_select(-2, index), layer.values.index_select(-2, index)
+
+
 def finish(cache: DynamicCache) -> None:
     """Undo `prepare_for_crop`, so that a cache handed back behaves as plain decoding would have left it."""
     for layer in cache.layers:

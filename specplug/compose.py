@@ -49,6 +49,7 @@ from specplug.config import (
     TrackerName,
     Train,
     Training,
+    Tree,
     Walk,
 )
 
@@ -56,7 +57,7 @@ CONF_MODULE = "specplug.conf"
 
 OPTIONS: dict[str, tuple[type, ...]] = {
     "verify": (Token, Block, Walk),
-    "schedule": (Fixed, Confidence, Adaptive),
+    "schedule": (Fixed, Confidence, Adaptive, Tree),
     "engine": (Auto, Rounds, Lookahead, Plain),
     "recipe": (Evaluate, Bench, Sweep, Calibrate, Certify, Compare, Generate, Theory, Train, Distill, Prune),
 }
@@ -221,6 +222,32 @@ def check(config: Config) -> None:
         need(schedule.max_gamma >= 1, "schedule.max_gamma", schedule.max_gamma, "must be 1 or more")
         if schedule.frozen is not None and not Path(schedule.frozen).is_file():
             need(False, "schedule.frozen", schedule.frozen, "no such file; name the schedule.json of a run folder")
+        depth = schedule.tree_depth
+        need(depth is None or depth >= 1, "schedule.tree_depth", depth, "must be 1 or more, or null for chains")
+    if isinstance(schedule, Tree):
+        for name in ("budget", "depth"):
+            need(getattr(schedule, name) >= 1, f"schedule.{name}", getattr(schedule, name), "must be 1 or more")
+        branching = schedule.branching
+        need(all(count >= 1 for count in branching), "schedule.branching", branching, "must be numbers of 1 or more")
+        given = f"{branching} with schedule.budget={schedule.budget}, schedule.depth={schedule.depth}"
+        alone = not branching or (schedule.budget, schedule.depth) == (Tree.budget, Tree.depth)
+        need(alone, "schedule.branching", given, "takes the place of both; leave them out")
+    if isinstance(schedule, Tree) or (isinstance(schedule, Adaptive) and schedule.tree_depth is not None):
+        key = "schedule" if isinstance(schedule, Tree) else "schedule.tree_depth"
+        value = "tree" if isinstance(schedule, Tree) else schedule.tree_depth
+        need(
+            not isinstance(config.engine, Lookahead),
+            key,
+            value,
+            "engine=lookahead drafts no trees; take engine=auto or engine=rounds",
+        )
+        need(
+            config.draft.drafter is not Drafter.cross_vocab,
+            key,
+            value,
+            "draft=cross_vocab drafts no trees; take another draft or another schedule",
+        )
+        need(not isinstance(recipe, Calibrate), key, value, "recipe=calibrate measures chains; leave the tree out")
     need(s.temperature >= 0, "sampling.temperature", s.temperature, "must be 0 (greedy) or more")
     need(s.top_k is None or s.top_k >= 1, "sampling.top_k", s.top_k, "must be 1 or more, or null")
     for name in ("top_p", "min_p"):

@@ -223,6 +223,17 @@ class Adaptive(Schedule):
     max_gamma: int = 16
     frozen: str | None = None  # schedule.json of an earlier run: draft by its estimates, and change nothing
 
+    tree_depth: int | None = None  # draft trees of at most this depth; what is chosen is the number of nodes
+
+
+@dataclass
+class Tree(Schedule):
+    """A tree of drafts in every round: several for one place, each with continuations of its own."""
+
+    budget: int = 16  # nodes, where the draft thinks they are likeliest
+    depth: int = 5  # longest path
+    branching: list[int] = field(default_factory=list)  # in place of both: children of each node, by depth, as [4,2,1]
+
 
 @dataclass
 class Engine:

@@ -20,11 +20,13 @@ from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
-from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order
+from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order, verify_in_tree
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
 from specplug.trace import Trace
+from specplug.tree import Tree, limited
+from specplug.tree_pass import tree_inputs
 from specplug.verify import sample
 
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
@@ -150,8 +152,13 @@ def decode(
         synchronize,
         noise,
         capture=capture,
+        tree=schedule.tree is not None,
     )
-    session, plan = drafter.start(request), schedule.start(1, drafter.costs_nothing)
+    session: Any = drafter.start(request)
+    plan = schedule.start(1, drafter.costs_nothing)
+    in_tree = functools.partial(
+        verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
+    )
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
@@ -162,14 +169,17 @@ def decode(
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
-            for token, origin, scores in verify(proposal, logits, logits_processor, text=text):
+            places: list[int] = []  # of the pass, those that the text goes through
+            judge = verify if proposal.tree is None else in_tree
+            for token, origin, scores, place in judge(proposal, logits, logits_processor, text=text):
                 text.commit(token)
+                places.append(place)
                 if all_scores is not None:
                     all_scores += (scores,)
                 if all_logits is not None:
-                    all_logits += (logits[:, num_tokens].clone(),)
+                    all_logits += (logits[:, place].clone(),)
                 if trace is not None:
-                    trace.emit(token, origin, scores)
+                    trace.emit(token, origin, scores, place)
                 num_tokens += 1
                 num_accepted += origin == "accepted"
                 rejected = rejected or origin == "recovered"
@@ -185,10 +195,13 @@ def decode(
                 stats.num_new_tokens += 1
                 first, began = False, time.perf_counter()
             else:
-                stats.count_round(num_drafts, num_accepted, rejected, num_tokens)
+                stats.count_round(num_drafts, num_accepted, rejected, num_tokens, proposal.depth)
                 # The pass added one position for the last token and one per draft; each token committed keeps one.
-                caches.crop(cache, num_drafts + 1 - num_tokens)
-                session.observe(num_accepted)
+                caches.keep(cache, num_drafts + 1, places)
+                if request.tree:
+                    session.observe_path(places[1:])
+                else:
+                    session.observe(num_accepted)
                 over = time.perf_counter()
                 seconds = over - began - (capture.seconds - captured)
                 plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, seconds)
@@ -198,18 +211,26 @@ def decode(
                 break
 
             room = stopping.room(text.ids.shape[1])
-            gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
+            gamma, depth = plan.next_gamma(), None if room is None else room - 1
+            shape = limited(schedule.tree, gamma, depth)
+            if shape is None and depth is not None:
+                gamma = min(gamma, depth)
             visible = text.ids[:, hidden:]
             proposal = nothing
-            if gamma > 0:
+            if shape is not None:
+                proposal = safely(lambda: session.propose_tree(visible, shape), nothing, [visible.shape[1]])  # noqa: B023
+            elif gamma > 0 and not request.tree:
                 proposal = safely(lambda: session.propose(visible, gamma), nothing, [visible.shape[1]])  # noqa: B023
             proposal = proposal.first(plan.trim(proposal.tokens.shape[1], proposal.bucket))
+            if proposal.tree is not None and proposal.tree.is_chain:
+                proposal = proposal._replace(tree=None)  # needs no mask, and its rules are quicker
             if trace is not None:
-                trace.begin(gamma, room, plan, text.ids, *proposal[:2])
+                trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
             width = proposal.tokens.shape[1] + 1
-            drafted = torch.cat([text.ids, proposal.tokens], dim=1)
+            drafted, tree = torch.cat([text.ids, proposal.tokens], dim=1), proposal.tree
+            ordinary = functools.partial(_pass, model, drafted, width, model_kwargs, tree)
             forward, before = now(), capture.seconds
-            logits = passes(drafted[:, -width:], cache, lambda: _pass(model, drafted, width, model_kwargs))  # noqa: B023
+            logits = ordinary() if tree is not None else passes(drafted[:, -width:], cache, ordinary)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
@@ -237,11 +258,16 @@ def _starts_at_zero(model_kwargs: dict[str, Any], length: int) -> bool:
     )
 
 
-def _pass(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any]) -> Tensor:
-    """Logits of the last committed token and all drafts: the last `width` of the text, (1, T). As transformers does it."""
+def _pass(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any], tree: Tree | None) -> Tensor:
+    """Logits of the last committed token and all drafts: the last `width` of the text, (1, T). As transformers does it.
+
+    `tree`: how the drafts hang together; None is one behind another.
+    """
     if width > 1:
         model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=width - 1)
     if "logits_to_keep" in model_kwargs:
         model_kwargs = {**model_kwargs, "logits_to_keep": width}
     inputs = model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
+    if tree is not None:
+        inputs = tree_inputs(inputs, tree, model.dtype)
     return model(**inputs, return_dict=True).logits

@@ -26,6 +26,7 @@ from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
 from specplug.config import Adaptive, Confidence, Config, Fixed
+from specplug.config import Tree as TreeConfig
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
 from specplug.drafters.build import make_drafter
@@ -33,9 +34,18 @@ from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
 from specplug.noise import Chooser, Keyed, Seed
-from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, Schedule
+from specplug.schedule import (
+    AdaptiveSchedule,
+    ConfidenceSchedule,
+    FixedSchedule,
+    Schedule,
+    TreeSchedule,
+    without_tree,
+)
 from specplug.stats import Call, Stats
 from specplug.trace import Trace
+from specplug.tree import Dynamic
+from specplug.tree_pass import check_drafter, why_chains
 from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
@@ -84,6 +94,8 @@ class SpeculativeProcessor(LogitsProcessor):
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
         self.graph = _allowed("graph", graph, GRAPHS)
         self.record_after: int | None = None  # uses of a width before it is recorded; None is capture.py's own number
+        if self.engine == "lookahead" and self.schedule.tree is not None:
+            raise ValueError("engine=lookahead drafts no trees; take engine=auto or rounds, or leave the tree out")
         self.synchronize = synchronize
         self.stats = Stats()
         self.last: Call | None = None
@@ -210,8 +222,15 @@ class SpeculativeProcessor(LogitsProcessor):
         call.engine, call.reason = self._choose(
             settings, model, input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs
         )
+        schedule = settings.schedule
+        if schedule.tree is not None and call.engine != "plain":
+            reason = why_chains(call.engine, len(input_ids), model, get_cache(model_kwargs))
+            if reason is not None:
+                self._say_chains(settings, reason)
+                schedule = without_tree(schedule)
+                call.reason = f"{call.reason}; chains, not trees: {reason}"
         linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
-        common: Any = {"drafter": self.drafter, "schedule": settings.schedule, "stats": call}
+        common: Any = {"drafter": self.drafter, "schedule": schedule, "stats": call}
         if call.engine == "rounds":
             inputs = (input_ids, processors, criteria, config)
             common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
@@ -288,6 +307,12 @@ class SpeculativeProcessor(LogitsProcessor):
             )
         return "lookahead", reason
 
+    def _say_chains(self, settings: "Settings", reason: str) -> None:
+        """Trees were asked for, and this call drafts chains."""
+        if settings.engine == "rounds":
+            raise ValueError(f"engine=rounds cannot draft trees in this call: {reason}. engine=auto drafts chains.")
+        self.warn_once(f"drafting chains, not trees: {reason}")
+
     def _settings(self, given: dict[str, Any] | None) -> "Settings":
         """The plugin's settings, with those of this call in their place."""
         settings = Settings(self.schedule, self.engine, None)
@@ -311,6 +336,8 @@ class SpeculativeProcessor(LogitsProcessor):
                 f"schedule=confidence asks a draft model how sure it is, and {self._drafter.name} is none; take adaptive or fixed"
             )
         kernels.prepare(self.kernel, model)
+        if self.schedule.tree is not None:
+            check_drafter(self._drafter)
         for member in getattr(self._drafter, "members", [self._drafter]):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
@@ -357,8 +384,10 @@ def make_schedule(config: Config) -> Schedule:
         return FixedSchedule(schedule.gamma)
     if isinstance(schedule, Confidence):
         return ConfidenceSchedule(schedule.gamma, schedule.threshold, schedule.criterion.value)
+    if isinstance(schedule, TreeConfig):
+        return TreeSchedule(schedule.branching or Dynamic(schedule.budget, schedule.depth))
     assert isinstance(schedule, Adaptive)
-    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen)
+    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen, schedule.tree_depth)
 
 
 def attach(
@@ -366,6 +395,7 @@ def attach(
     draft: Any = None,
     *,
     gamma: int | None = None,
+    tree: Any = None,
     verify: str | None = None,
     schedule: Schedule | None = None,
     engine: str | None = None,
@@ -380,6 +410,8 @@ def attach(
         draft: a model, the name or folder of one, a `Drafter`, a `Draft` config, "suffix", None or "lookup" for n-gram
             lookup, or a list of these: a chain, each asked when the one before has nothing good.
         gamma: draft tokens in every round. Without it, and without `schedule`, as many as pay, by measurement.
+        tree: in every round a tree of drafts: numbers of children by depth, as [4, 2, 1], or
+            `specplug.tree.Dynamic(budget=16, depth=5)`. One sequence at a time; batches draft chains.
         schedule: see schedule.py.
         verify: accept rule for sampling, "block" (the default), "token", or "walk", which gives equal ids under the same
             `torch.manual_seed`; at temperature 0 it is the comparison with the argmax.
@@ -398,16 +430,21 @@ def attach(
     """
     if config is not None:
         draft = config.draft if draft is None else draft
-        schedule = make_schedule(config) if gamma is None and schedule is None else schedule
+        schedule = make_schedule(config) if gamma is None and tree is None and schedule is None else schedule
         engine = type(config.engine).__name__.lower() if engine is None else engine
         verify = type(config.verify).__name__.lower() if verify is None else verify
         kernel = config.kernel.value if kernel is None else kernel
         graph = config.graph.value if graph is None else graph
-    if schedule is not None and gamma is not None:
-        raise ValueError("gamma and schedule both say how many tokens to draft; give one of them")
+    given = [name for name, value in (("gamma", gamma), ("tree", tree), ("schedule", schedule)) if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how many tokens to draft; give one of them")
+    if gamma is not None:
+        schedule = FixedSchedule(gamma)
+    if tree is not None:
+        schedule = TreeSchedule(tree)
     return SpeculativeProcessor(
         draft,
-        schedule=schedule if gamma is None else FixedSchedule(gamma),
+        schedule=schedule,
         engine=engine or "auto",
         verify=verify or "block",
         kernel=kernel or "auto",

@@ -110,11 +110,9 @@ def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed
 
 def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
     stats = stats_of(samples)
-    mean_gamma, alpha = stats.mean_gamma or 0.0, stats.alpha
-    predicted = None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"])
-    with_width = (
-        None if alpha is None else theory.speedup(alpha, mean_gamma, costs["cost_coefficient"], costs["width_cost"])
-    )
+    mean_gamma, depth, alpha = stats.mean_gamma or 0.0, stats.mean_depth or 0.0, stats.alpha
+    predicted = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"])
+    with_width = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"], costs["width_cost"])
     exactness = Counter(sample["exactness"]["kind"] for sample in samples)
     return {
         "num_samples": len(samples),
@@ -231,8 +229,10 @@ def headline(summary: dict[str, Any]) -> list[str]:
     )
     drafted = {int(gamma): rounds for gamma, rounds in summary["drafted_histogram"].items()}
     if len(drafted) > 1 and summary["num_rounds"]:
+        often = max(drafted, key=drafted.__getitem__)
+        in_trees = sum(depth * rounds for depth, rounds in drafted.items()) < summary["num_draft_tokens"]
         lines.append(
-            f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {max(drafted, key=drafted.__getitem__)}, "
+            f"drafts a round: {number(summary['mean_gamma'], 1)} in the mean, most often {often}{' deep' * in_trees}, "
             f"none in {100 * drafted.get(0, 0) / summary['num_rounds']:.0f} % of the rounds"
         )
     for name, counts in summary["members"].items():

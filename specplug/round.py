@@ -1,12 +1,14 @@
 """One round: verify a proposal against the target's logits and hand out its tokens one by one.
 
-Three ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
+For chains three ways, same law. `verify_at_once` handles all positions as tensors and needs one host read; it is for processors that
 keep no state. `verify_in_order` calls the processors once per token, on the accepted prefix, and goes on
 only when the caller asks for the next token: a processor or criterion that keeps state sees exactly what plain decoding
 shows it. `verify_by_walk` draws each token as plain decoding does, and not before the caller asks for it.
+
+For trees one way, `verify_in_tree`, which goes in order too, but for the traversal rule, which looks at all nodes first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,13 +17,17 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.drafters import Proposal
-from specplug.verify import RULES, chain, residual, sample, token_acceptance, verify_greedy, verify_walk
+from specplug.verify import RULES, Step, chain, residual, sample, token_acceptance, verify_greedy, verify_walk
+from specplug.verify_tree import Drawn, verify_recursive, verify_traversal
 
 
 class Emitted(NamedTuple):
     token: int
     origin: Literal["accepted", "recovered", "bonus"]
     scores: Tensor  # (1, V) processed
+    node: (
+        int  # the place where it was found: how many drafts are before it, or in a tree the node behind which it stands
+    )
 
 
 class Text:
@@ -53,9 +59,9 @@ def verify_at_once(
     # The one host read of the round.
     num_accepted, next_token, *drafts = torch.cat([*verified, proposal.tokens[0]]).tolist()
     for i in range(num_accepted):
-        yield Emitted(drafts[i], "accepted", scores[:, i])
+        yield Emitted(drafts[i], "accepted", scores[:, i], i)
     origin: Literal["recovered", "bonus"] = "bonus" if num_accepted == len(drafts) else "recovered"
-    yield Emitted(next_token, origin, scores[:, num_accepted])
+    yield Emitted(next_token, origin, scores[:, num_accepted], num_accepted)
 
 
 def verify_in_order(
@@ -71,7 +77,7 @@ def verify_in_order(
         scores = warp.process(processors, text.ids, logits[:, i].clone())  # (1, V)
         if i == num_drafts:
             token = sample(warp.to_probs(scores)) if do_sample else scores.argmax(-1)
-            yield Emitted(int(token), "bonus", scores)
+            yield Emitted(int(token), "bonus", scores, i)
             return
         draft = proposal.tokens[:, i : i + 1]  # (1, 1)
         if do_sample:
@@ -83,7 +89,7 @@ def verify_in_order(
         else:
             token = scores.argmax(-1)
             accepted = bool(token == draft[0])
-        yield Emitted(int(token), "accepted" if accepted else "recovered", scores)
+        yield Emitted(int(token), "accepted" if accepted else "recovered", scores, i)
         if not accepted:
             return
 
@@ -116,4 +122,66 @@ def verify_by_walk(
 
     for node, token, kept in verify_walk(chain(drafts), draw):
         missed: Literal["recovered", "bonus"] = "bonus" if node == len(drafts) else "recovered"
-        yield Emitted(token, "accepted" if kept else missed, scores)
+        yield Emitted(token, "accepted" if kept else missed, scores, node)
+
+
+def verify_in_tree(
+    proposal: Proposal,
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    text: Text,
+    rule: str,
+    stateless: bool,
+    choose: Callable[[Tensor], Tensor] = sample,
+) -> Iterator[Emitted]:
+    """A tree, `logits` being (1, N + 1, V) by node. The caller commits each token before it asks for the next.
+
+    Drafts that were not drawn, and greedy calls, go by the walk rule; drawn ones by recursive rejection (`rule` "token") or by
+    traversal ("block"), and where a processor keeps state by recursive rejection always: traversal looks at all nodes before it
+    keeps the first. `choose`: the target's own draw, as in `verify_by_walk`.
+    """
+    tree, tokens = proposal.tree, proposal.tokens[0].tolist()
+    assert tree is not None
+    scores: dict[int, Tensor] = {}  # (1, V) processed, by node
+
+    def look_at(node: int) -> Tensor:
+        """Processed scores behind a node whose path has been committed."""
+        scores[node] = warp.process(processors, text.ids, logits[:, node].clone())
+        return scores[node]
+
+    def draw(node: int) -> int:
+        found = look_at(node)
+        return int(choose(warp.to_probs(found)) if do_sample else found.argmax(-1))
+
+    steps: Iterable[Step]
+    if proposal.probs is None or not do_sample:
+        steps = verify_walk(tree.by_token(tokens), draw)
+    else:
+        probs = proposal.probs[0]
+        drawn = Drawn(
+            tree.children,
+            lambda node: tokens[node - 1],
+            lambda node: warp.to_probs(scores[node] if node in scores else look_at(node))[0],
+            lambda node: probs[tree.children[node][0] - 1],
+        )
+        if rule == "block" and stateless:
+            prefix = text.ids
+            paths = [[tokens[each - 1] for each in tree.path(node)] for node in range(len(tokens) + 1)]
+            prefixes = [torch.cat([prefix, prefix.new_tensor([path])], dim=1) if path else prefix for path in paths]
+            rows = warp.process_rows(processors, prefixes, logits[0])
+            scores = {node: rows[node : node + 1] for node in range(len(rows))}
+            steps = verify_traversal(drawn, _coin, _draw)
+        else:
+            steps = verify_recursive(drawn, _coin, _draw)
+    for node, token, kept in steps:
+        missed: Literal["recovered", "bonus"] = "recovered" if tree.children[node] else "bonus"
+        yield Emitted(token, "accepted" if kept else missed, scores[node], node)
+
+
+def _coin(chance: Tensor) -> bool:
+    return bool(torch.rand_like(chance) < chance)  # rand() is below 1: 0 never passes, 1 always does
+
+
+def _draw(probs: Tensor) -> int:
+    return int(sample(probs[None]))

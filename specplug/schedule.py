@@ -5,11 +5,14 @@ nothing about models: it sees counts and seconds.
 """
 
 import json
+import math
 import threading
 from collections import defaultdict, deque
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol
+
+from specplug.tree import Dynamic, Shape, shape_of
 
 
 class Round(NamedTuple):
@@ -42,6 +45,7 @@ class Plan(Protocol):
 class Schedule(Protocol):
     min_confidence: float  # a draft model stops before a token where it is less sure than this, see `criterion`
     criterion: str  # by what it is judged how sure the draft is, see CRITERIA
+    tree: Shape | None  # how the drafts of a round hang together; None is one behind another
 
     def start(self, num_rows: int, costs_nothing: bool) -> Plan:
         """The plan of a call. `costs_nothing`: the drafter needs no forward pass, so it may propose more than is used."""
@@ -55,6 +59,7 @@ class FixedSchedule:
     """The same gamma in every round; 0 is plain decoding. Its own plan, since nothing is remembered."""
 
     min_confidence, criterion = 0.0, "probability"
+    tree: Shape | None = None
     reason = "the same in every round"
 
     def __init__(self, gamma: int) -> None:
@@ -92,6 +97,27 @@ class ConfidenceSchedule(FixedSchedule):
         self.min_confidence, self.criterion = threshold, criterion
 
 
+class TreeSchedule(FixedSchedule):
+    """A tree in every round. `shape`: numbers of children by depth, as [4, 2, 1], or `Dynamic(budget, depth)`.
+
+    `chains`: the schedule of calls that cannot have trees, a chain as long as the tree is deep.
+    """
+
+    reason = "a tree in every round"
+
+    def __init__(self, shape: Any) -> None:
+        checked = shape_of(shape)
+        super().__init__(checked.size)
+        self.tree: Shape | None = checked
+        self.chains = FixedSchedule(checked.depth)
+
+
+def without_tree(schedule: Schedule) -> Schedule:
+    """The same for calls that cannot have trees."""
+    chains: Schedule = schedule if schedule.tree is None else schedule.chains  # type: ignore[attr-defined]
+    return chains
+
+
 SECOND_TRIAL = 3
 
 
@@ -123,6 +149,33 @@ class Acceptance:
                 rate = (self.kept[i] + self.WEIGHT * rate) / (self.tested[i] + self.WEIGHT)
             reached *= rate
             expected.append(expected[-1] + reached)
+        return expected
+
+
+class Yields(Acceptance):
+    """The same for trees, by their number of nodes: what rounds with so many kept in the mean, in decaying counts.
+
+    A size that was seen seldom is thought to lie on a curve through everything seen: a multiple of log(1 + nodes), since each
+    node more is a less likely one.
+    """
+
+    PRIOR, WEIGHT = 0.7, 8.0
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        missing = num_drafts + 1 - len(self.tested)
+        self.kept += [0.0] * missing
+        self.tested += [0.0] * missing
+        self.kept[num_drafts] = self.kept[num_drafts] * self.DECAY + num_accepted
+        self.tested[num_drafts] = self.tested[num_drafts] * self.DECAY + 1
+
+    def expected_tokens(self, max_gamma: int) -> list[float]:
+        """Entry n: tokens a round with n nodes gives."""
+        spread = sum(times * math.log2(1 + size) for size, times in enumerate(self.tested))
+        factor = (sum(self.kept) + self.PRIOR) / (spread + 1)  # as if one round with one node had kept PRIOR
+        expected = []
+        for size in range(max_gamma + 1):
+            kept, tested = (self.kept[size], self.tested[size]) if size < len(self.tested) else (0.0, 0.0)
+            expected.append(1 + (kept + self.WEIGHT * factor * math.log2(1 + size)) / (tested + self.WEIGHT))
         return expected
 
 
@@ -163,17 +216,22 @@ class AdaptiveSchedule:
         max_gamma: most draft tokens a round.
         frozen: a file that `save` wrote: the estimates are taken from it and not changed any more, so that every run
             drafts the same numbers of tokens.
+        tree_depth: draft dynamic trees no deeper than this; what is chosen is the number of nodes. None drafts chains.
     """
 
     min_confidence, criterion = 0.0, "probability"
     PLAIN_FIRST, ALLOWANCE, SHARE = 2, 2.5, 0.01
     FIRST_WAIT, LONGEST_WAIT, REFRESH = 16, 1024, 96
 
-    def __init__(self, max_gamma: int = 16, frozen: str | Path | None = None) -> None:
+    def __init__(self, max_gamma: int = 16, frozen: str | Path | None = None, tree_depth: int | None = None) -> None:
         self.max_gamma = _whole("max_gamma", max_gamma)
         self.frozen = frozen is not None
+        self.tree: Shape | None = None
+        if tree_depth is not None:
+            self.tree = shape_of(Dynamic(max(max_gamma, 1), tree_depth))
+            self.chains = AdaptiveSchedule(max_gamma)  # for calls that cannot have trees
         self.lock = threading.Lock()
-        self.states: dict[int, State] = defaultdict(State)  # by sequences in the batch
+        self.states: dict[int, State] = defaultdict(lambda: State(self.tree))  # by sequences in the batch
         if frozen is not None:
             self.load(Path(frozen))
 
@@ -189,17 +247,18 @@ class AdaptiveSchedule:
     def load(self, path: Path) -> None:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-            self.states.update({int(rows): State.from_dict(state) for rows, state in saved.items()})
+            self.states.update({int(rows): State.from_dict(state, self.tree) for rows, state in saved.items()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"frozen={path}: not a file that an adaptive schedule wrote ({error})") from error
 
 
 class State:
-    """What is known for batches of one size."""
+    """What is known for batches of one size. `tree`: of the drafts, if they are trees."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree: Shape | None = None) -> None:
+        self.tree = tree
         self.costs = Costs()
-        self.acceptance: dict[int, Acceptance] = defaultdict(Acceptance)  # by bucket
+        self.acceptance: dict[int, Acceptance] = defaultdict(Acceptance if tree is None else Yields)  # by bucket
         self.account = 0.0  # seconds saved by drafted rounds; losses are below 0
         self.seconds_plain = 0.0  # what plain decoding would have taken for everything so far
         self.since_draft = self.since_plain = 0
@@ -220,12 +279,14 @@ class State:
 
     def most_hopeful(self, reach: int) -> tuple[int, bool]:
         """The gamma that gives most if every draft is kept, and whether that would beat plain decoding."""
-        speed = {gamma: (gamma + 1) / self.costs.seconds(gamma) for gamma in range(1, reach + 1)}
+        longest = reach if self.tree is None else self.tree.depth
+        speed = {gamma: (min(gamma, longest) + 1) / self.costs.seconds(gamma) for gamma in range(1, reach + 1)}
         gamma = max(speed, key=lambda each: (speed[each], -each))
         return gamma, speed[gamma] > 1 / self.costs.known[0]
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "trees": self.tree is not None,
             "seconds_by_gamma": {str(gamma): seconds for gamma, seconds in sorted(self.costs.known.items())},
             "acceptance": {
                 str(bucket): {"kept": each.kept, "tested": each.tested} for bucket, each in self.acceptance.items()
@@ -233,8 +294,10 @@ class State:
         }
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> "State":
-        state = cls()
+    def from_dict(cls, saved: dict[str, Any], tree: Shape | None) -> "State":
+        if saved.get("trees", False) != (tree is not None):
+            raise ValueError("it is about trees, and these are chains" if tree is None else "it is about chains")
+        state = cls(tree)
         state.costs.known = {int(gamma): float(seconds) for gamma, seconds in saved["seconds_by_gamma"].items()}
         for bucket, counts in saved["acceptance"].items():
             state.acceptance[int(bucket)].kept = [float(each) for each in counts["kept"]]
@@ -306,6 +369,9 @@ class AdaptivePlan:
             return 0
         if max(state.costs.known) == 0:
             return self._because("a trial", 1)  # nothing was drafted yet: the least that tells the price
+        if state.tree is not None and max(state.costs.known) < reach:
+            # A larger tree gains little by each node, so that a price guessed too high would hide that it pays.
+            return self._because("a trial", reach)
         best = state.best(reach, bucket)
         if best > 0:
             state.wait = AdaptiveSchedule.FIRST_WAIT

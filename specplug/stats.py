@@ -20,11 +20,11 @@ class Stats:
     num_new_tokens: int = 0
     num_prefill_tokens: int = 0  # new tokens that came from the prompt's pass: one a call
     num_rounds: int = 0  # target passes after the prompt's
-    num_draft_tokens: int = 0
+    num_draft_tokens: int = 0  # of a tree, all of its nodes
     num_accepted: int = 0  # drafts kept, the bonus token not among them
     num_tested: int = 0  # accepted + 1 for each round that rejected
     accepted: Counter[int] = field(default_factory=Counter)  # drafts kept in a round -> rounds
-    drafted: Counter[int] = field(default_factory=Counter)  # drafts made in a round -> rounds
+    drafted: Counter[int] = field(default_factory=Counter)  # drafts made one behind another in a round -> rounds
     seconds_prefill: float = 0.0
     seconds_rounds: float = 0.0  # everything after the prompt's pass
     seconds_target: float = 0.0  # of that, in the target's forward passes
@@ -36,19 +36,22 @@ class Stats:
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
 
-    def count_round(self, num_drafted: int, num_accepted: int, rejected: bool, num_tokens: int) -> None:
-        """Add one round that drafted, kept and emitted so many tokens. `rejected`: a draft was tested and refused."""
+    def count_round(
+        self, num_drafted: int, num_accepted: int, rejected: bool, num_tokens: int, depth: int | None = None
+    ) -> None:
+        """Add one round that drafted, kept and emitted so many tokens. `rejected`: a draft was tested and refused, in a tree all
+        that stood for one place, which count as one. `depth`: drafts of a tree's longest path."""
         self.num_rounds += 1
         self.num_new_tokens += num_tokens
         self.num_draft_tokens += num_drafted
         self.num_accepted += num_accepted
         self.num_tested += num_accepted + rejected
         self.accepted[num_accepted] += 1
-        self.drafted[num_drafted] += 1
+        self.drafted[num_drafted if depth is None else depth] += 1
 
     @property
     def alpha(self) -> float | None:
-        """Accepted over tested: how probable it is that a draft token that is looked at is kept."""
+        """Accepted over tested: how probable it is that a draft token that is looked at is kept; in a tree, one of those for a place."""
         return ratio(self.num_accepted, self.num_tested)
 
     @property
@@ -63,7 +66,13 @@ class Stats:
 
     @property
     def mean_gamma(self) -> float | None:
+        """Drafts a round; of a tree, nodes."""
         return ratio(self.num_draft_tokens, self.num_rounds)
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Drafts one behind another in a round: the gamma of the theory, and of a chain that of `mean_gamma`."""
+        return ratio(sum(depth * rounds for depth, rounds in self.drafted.items()), self.num_rounds)
 
     @property
     def acceptance_histogram(self) -> list[int]:

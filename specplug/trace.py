@@ -5,7 +5,7 @@
     plugin.trace.finish(output[0, ids.shape[1]:].tolist())
     plugin.trace.rounds
 
-One sequence at a time. Recording reads from the device in every round, so a call that is traced is not one to time.
+One sequence at a time. Of a tree, what is recorded is the path that was kept, and on from there the first drafts. Recording reads from the device in every round, so a call that is traced is not one to time.
 """
 
 import math
@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.schedule import AS_PROPOSED, Plan
+from specplug.tree import Tree
 
 Decision = Literal["accepted", "rejected", "not_looked_at"]
 Origin = Literal["recovered", "bonus", "plain"]
@@ -63,30 +64,61 @@ class Trace:
         self._proposed: Tensor | None = None  # (1, G)
         self._kept: list[Tensor] = []  # processed scores (1, V) of the positions that were looked at
         self._next: tuple[int, str] | None = None
+        self._tree: Tree | None = None
+        self._drawn_from: Tensor | None = None  # (1, G, V)
+        self._node = 0  # of the tree, the last that was reached
 
-    def begin(self, gamma: int, room: int | None, plan: Plan, prefix: Tensor, drafts: Tensor, probs: Any) -> None:
+    def begin(
+        self,
+        gamma: int,
+        room: int | None,
+        plan: Plan,
+        prefix: Tensor,
+        drafts: Tensor,
+        probs: Tensor | None,
+        tree: Tree | None = None,
+    ) -> None:
         """A proposal goes to the target: (1, G) drafts behind the prefix (1, T), drawn from (1, G, V) probs or None."""
         reason = getattr(plan, "reason", "")
         if room is not None and gamma == room - 1:
             reason = "no room in the text for more"
         elif gamma > 0 and drafts.shape[1] == 0 and reason == AS_PROPOSED:
             reason = "the drafter had none"
+        self._round = TracedRound(gamma, reason)
+        self._prefix, self._kept, self._next = prefix, [], None
+        self._proposed, self._drawn_from, self._tree, self._node = drafts, probs, tree, 0
+        if tree is None:
+            self._list(drafts, probs)
+
+    def _list(self, drafts: Tensor, probs: Tensor | None) -> None:
         q: list[Any] = [None] * drafts.shape[1]
         if probs is not None:
             q = probs.gather(-1, drafts[..., None])[0, :, 0].tolist()
-        tokens = drafts[0].tolist()
-        self._round = TracedRound(gamma, reason, [Draft(token, None, q[i]) for i, token in enumerate(tokens)])
-        self._prefix, self._proposed, self._kept, self._next = prefix, drafts, [], None
+        self._round.drafts = [Draft(token, None, q[i]) for i, token in enumerate(drafts[0].tolist())]
 
-    def emit(self, token: int, origin: str, scores: Tensor) -> None:
-        """The text goes on with this token, an accepted draft or the one behind them. scores: (1, V), processed."""
+    def emit(self, token: int, origin: str, scores: Tensor, place: int) -> None:
+        """The text goes on with this token, an accepted draft or the one behind them. scores: (1, V), processed; `place`: where in
+        the pass, of a tree the node."""
         self._kept.append(scores)
+        self._node = place
+        if self._tree is not None and origin == "accepted" and self._proposed is not None:
+            drafts = self._proposed[0].tolist()
+            self._node = next(each for each in self._tree.children[place] if drafts[each - 1] == token)
         if origin != "accepted":
             self._next = (token, origin)
 
     def end(self, logits: Tensor, processors: LogitsProcessorList) -> None:
         """The round is over. logits: (1, G + 1, V). Positions that nobody looked at are asked of processors that keep no
         state; one that keeps some must not see them."""
+        if self._tree is not None and self._proposed is not None:
+            nodes, node = self._tree.path(self._node), self._node
+            while self._tree.children[node]:
+                node = self._tree.children[node][0]
+                nodes.append(node)
+            index = torch.tensor(nodes, dtype=torch.long, device=self._proposed.device)
+            self._proposed = self._proposed[:, index - 1]
+            self._list(self._proposed, None if self._drawn_from is None else self._drawn_from[:, index - 1])
+            logits = logits[:, torch.cat([index.new_zeros(1), index])]
         drafts, looked_at = self._round.drafts, len(self._kept)
         scores = self._kept
         if self._proposed is not None and self._prefix is not None and warp.all_stateless(processors):
@@ -126,6 +158,7 @@ class Trace:
         self._round.following = following
         self.rounds.append(self._round)
         self._round, self._kept, self._next, self._proposed = TracedRound(reason=""), [], None, None
+        self._tree = None
 
     def finish(self, ids: list[int]) -> None:
         """`ids`: the new tokens of the call. Those that no round accounts for were decoded plainly."""

@@ -35,7 +35,8 @@ from specplug.cache import NAME
 from specplug.drafters import Proposal
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.early_exit import EarlyExitDrafter
-from specplug.schedule import CRITERIA, AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
+from specplug.schedule import CRITERIA, AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, TreeSchedule
+from specplug.tree import Dynamic
 
 VOCAB = 48
 LETTERS = string.ascii_letters
@@ -170,6 +171,11 @@ WARPERS = {
 TOGETHER = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"} | {
     "prefix_allowed", "watermark", "guidance_scale", "counting"
 }  # fmt: skip
+TREES = {
+    "static": lambda gamma: TreeSchedule([max(gamma, 1), 2, 1]),
+    "dynamic": lambda gamma: TreeSchedule(Dynamic(2 * gamma + 1, 4)),
+    "growing": lambda gamma: AdaptiveSchedule(2 * gamma + 1, tree_depth=3),
+}
 DRAFTERS = ("lookup", "suffix", "early_exit", "chain", "intersection", "string", "junk", "failing")
 ENGINES = ("auto", "auto", "rounds", "lookahead", "plain")
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -183,7 +189,7 @@ def draw_case(r: random.Random) -> dict:
         "form": r.choice(["attach", "attach", "attach", "processor", "custom"]),
         "engine": r.choice(["auto", "auto", "lookahead"]),
         "gamma": r.choice([0, 1, 2, 3, 5, 7]),
-        "schedule": r.choice(["fixed", "fixed", "fixed", "adaptive", "confidence"]),
+        "schedule": r.choice(["fixed", "fixed", "fixed", "adaptive", "confidence", *TREES]),
         "prompt_seed": r.randrange(10**6),
         "lengths": [r.randint(1, 14) for _ in range(r.choice([1, 1, 2, 3]))],
         "padding": r.choice([0, 0, 0, 3]),
@@ -247,6 +253,14 @@ def tidy(case: dict) -> dict:
         case["outputs"] = []
     if case["cache"] == "filled" and case["returns"] > 1:
         case["cache"] = "default"
+    if case["schedule"] in TREES:  # what is refused before the call, and left out are drafters without trees
+        windowed = {"Mistral", "Gemma2", "Gemma3Text"}
+        has_model = case["drafter"] not in ("lookup", "suffix")
+        without = case["drafter"] in ("intersection", "string", "junk", "failing")
+        if without or case["engine"] in ("rounds", "lookahead") or (has_model and case["architecture"] in windowed):
+            case["schedule"] = "fixed"
+        elif has_model and case["architecture"] == "OPT":
+            case["drafter"] = "suffix"
     return case
 
 
@@ -348,6 +362,8 @@ def drafter_of(case: dict):
 def schedule_of(case: dict):
     if case["schedule"] == "adaptive":
         return AdaptiveSchedule(max(case["gamma"], 1))
+    if case["schedule"] in TREES:
+        return TREES[case["schedule"]](case["gamma"])
     if case["schedule"] == "confidence":
         return ConfidenceSchedule(case["gamma"], 0.3, CRITERIA[case["prompt_seed"] % 2])
     return FixedSchedule(case["gamma"])

@@ -44,6 +44,7 @@ WRONG = {
     "draft.dtype=float": ["float", "fp32"],
     "draft.min_ngram=9": ["draft.min_ngram=9", "max_ngram"],
     "schedule.max_gamma=0": ["schedule.max_gamma=0", "1 or more"],
+    "schedule.tree_depth=0": ["schedule.tree_depth=0", "or null"],
     "schedule.frozen=none.json": ["schedule.frozen=none.json", "no such file"],
     "sampling.temperature=-0.1": ["sampling.temperature", "0 (greedy)"],
     "sampling.top_p=1.5": ["sampling.top_p=1.5", "at most 1"],
@@ -53,6 +54,30 @@ WRONG = {
     "recipe.limit=0": ["recipe.limit=0"],
     "threads=0": ["threads=0"],
 }
+
+
+WRONG_TREES = {
+    "schedule.budget=0": "schedule.budget=0: must be 1 or more",
+    "schedule.depth=-1": "schedule.depth=-1: must be 1 or more",
+    "schedule.branching=[3,0]": "numbers of 1 or more",
+    "schedule.branching=[3] schedule.depth=3": "takes the place of both",
+    "engine=lookahead": "engine=lookahead drafts no trees",
+    "recipe=calibrate": "recipe=calibrate measures chains",
+    "draft=cross_vocab draft.name_or_path=x": "draft=cross_vocab drafts no trees",
+}
+
+
+@pytest.mark.parametrize("overrides", WRONG_TREES)
+def test_wrong_trees_are_refused(overrides):
+    with pytest.raises(ConfigError, match=WRONG_TREES[overrides]) as caught:
+        specplug.load("schedule=tree", *overrides.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_trees():
+    assert specplug.load("schedule=tree", "schedule.branching=[4,2,1]").schedule.branching == [4, 2, 1]
+    with pytest.raises(ConfigError, match="drafts no trees"):
+        specplug.load("schedule.tree_depth=3", "engine=lookahead")
 
 
 @pytest.mark.parametrize("override", WRONG)

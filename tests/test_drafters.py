@@ -8,6 +8,8 @@ from transformers import LogitsProcessorList
 from specplug.drafters import Request
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
+from specplug.drafters.suffix import SuffixDrafter
+from specplug.tree import Dynamic, Static
 
 GREEDY = Request(do_sample=False, processors=LogitsProcessorList(), vocab_size=64)
 SAMPLED = Request(do_sample=True, processors=LogitsProcessorList(), vocab_size=64)
@@ -101,3 +103,33 @@ def test_model_stops_at_its_context():
 
 def test_noisy_copy_is_not_the_model(llama):
     assert not torch.equal(noisy_copy(llama).lm_head.weight, llama.lm_head.weight)
+
+
+def grown(drafter, text: list[int], shape) -> tuple[list[list[int]], int]:
+    """The paths of a proposal down to its leaves, in the tokens' own words, and its number of drafts."""
+    proposal = drafter.start(GREEDY).propose_tree(torch.tensor([text]), shape)
+    tokens, tree = proposal.tokens[0].tolist(), proposal.tree
+    leaves = [node for node, children in enumerate(tree.children) if node and not children]
+    return [[tokens[node - 1] for node in tree.path(leaf)] for leaf in leaves], len(tokens)
+
+
+TWICE = [1, 2, 30, 31, 32, 9, 1, 2, 40, 41, 9, 1, 2, 30, 33, 8, 1, 2]  # 1 2 was followed by 30 31, 40 41 and 30 33
+
+
+def test_a_lookup_tree_has_what_followed_each_match():
+    paths, _ = grown(LookupDrafter(), TWICE, Dynamic(16, 2))
+    assert sorted(paths) == [[30, 31], [30, 33], [40, 41]]
+    assert grown(LookupDrafter(), TWICE, Dynamic(2, 2)) == ([[30, 33]], 2), "the latest has the first claim"
+    assert grown(LookupDrafter(), TWICE, Static((1, 2))) == ([[30, 33], [30, 31]], 3)
+    assert grown(LookupDrafter(), [1, 2, 3], Dynamic(4, 4)) == ([], 0)
+
+
+def test_a_suffix_tree_has_what_followed_most_often():
+    drafter = SuffixDrafter(min_probability=0.1)
+    assert grown(drafter, TWICE, Dynamic(2, 2)) == ([[30], [40]], 2), (
+        "two of three, one of three; 30 31 has a third, too"
+    )
+    paths, _ = grown(drafter, TWICE, Dynamic(16, 2))
+    assert sorted(paths) == [[30, 31], [30, 33], [40, 41]]
+    assert grown(drafter, TWICE, Static((1, 1)))[1] == 2
+    assert grown(SuffixDrafter(min_probability=0.5), TWICE, Dynamic(16, 2))[0] == [[30]]

@@ -1,10 +1,21 @@
 """Schedules, against machines and drafts that are made up: each machine has a price a round, each draft an acceptance."""
 
+import math
 import random
 
 import pytest
 
-from specplug.schedule import Acceptance, AdaptiveSchedule, ConfidenceSchedule, Costs, FixedSchedule, Round
+from specplug.schedule import (
+    Acceptance,
+    AdaptiveSchedule,
+    ConfidenceSchedule,
+    Costs,
+    FixedSchedule,
+    Round,
+    TreeSchedule,
+    Yields,
+    without_tree,
+)
 
 # Seconds of a round with g drafts, plain = 1. On a CPU a pass of a few positions costs about two of one; a draft step
 # costs c. Widths as measured in field notes: 2 costs 1.6, 3 to 9 cost 2.1 to 2.2.
@@ -154,3 +165,55 @@ def test_costs_between_and_behind_what_was_measured():
 def test_bad_values(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_what_trees_yield_is_measured_by_size():
+    yields = Yields()
+    assert yields.expected_tokens(3) == pytest.approx([1, 1.7, 1 + 0.7 * math.log2(3), 2.4])  # before anything was seen
+    for _ in range(400):
+        yields.observe(4, 2)
+        yields.observe(8, 1)  # a larger tree that gives less
+    found = yields.expected_tokens(16)
+    assert found[0] == 1 and found[4] == pytest.approx(3, abs=0.2) and found[8] == pytest.approx(2, abs=0.2)
+    factor = (2 + 1) / (math.log2(5) + math.log2(9))
+    assert found[16] == pytest.approx(1 + factor * math.log2(17), abs=0.1), (
+        "an unseen size lies on the curve through both"
+    )
+
+
+def simulate_trees(schedule, machine, depth, rate, tokens):
+    """`rate`: chance that one of n nodes a level holds the next token is 1 - (1 - rate) ** n, nodes spread evenly."""
+    rng, made, seconds, plan = random.Random(1), 0, 0.0, schedule.start(1, False)
+    while made < tokens:
+        size, kept = plan.next_gamma(), 0
+        levels = [size // depth + (level < size % depth) for level in range(depth)]
+        for width in levels:
+            if rng.random() >= 1 - (1 - rate) ** width:
+                break
+            kept += 1
+        spent = machine(size, 0.02) * rng.uniform(0.97, 1.03)
+        plan.observe([Round(size, kept, 0)], kept + 1, spent)
+        made, seconds = made + kept + 1, seconds + spent
+    return made / seconds
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6])
+def test_the_size_of_a_tree_is_found(machine, rate):
+    """Within 10 % of the best fixed size of 0 to 16 over 3,000 tokens, the search included."""
+    price = MACHINES[machine]
+    best = max(simulate_trees(FixedSchedule(size), price, 4, rate, 3000) for size in range(17))
+    assert simulate_trees(AdaptiveSchedule(tree_depth=4), price, 4, rate, 3000) >= 0.9 * best
+
+
+def test_trees_and_chains_keep_their_estimates_apart(tmp_path):
+    trees, file = AdaptiveSchedule(tree_depth=3), tmp_path / "schedule.json"
+    plan = trees.start(1, False)
+    for size in (0, 0, 1, 3):
+        plan.observe([Round(size, min(size, 1), 0)], 1 + min(size, 1), 1.0 + size / 10)
+    trees.save(file)
+    assert AdaptiveSchedule(frozen=file, tree_depth=3).start(1, False).next_gamma() >= 0
+    with pytest.raises(ValueError, match="it is about trees"):
+        AdaptiveSchedule(frozen=file)
+    assert without_tree(trees).tree is None and without_tree(TreeSchedule([4, 2])).gamma == 2
+    assert without_tree(without_tree(trees)).tree is None

@@ -19,6 +19,7 @@ from specplug.config import first_line
 from specplug.noise import Noise
 from specplug.schedule import Plan
 from specplug.stats import Stats
+from specplug.tree import Shape, Tree
 
 log = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -28,11 +29,22 @@ class Proposal(NamedTuple):
     tokens: Tensor  # (1, G) token ids, G from 0 to the gamma asked for
     probs: Tensor | None  # (1, G, V) that each token was really drawn from; None for tokens that were not drawn
     bucket: int = 0  # kind of proposal, for estimates of its acceptance: a lookup's is the length of its match
+    # How the drafts hang together, if not one behind another. Siblings that were drawn have one row of `probs` in common: that
+    # the first was drawn from, the others without those before.
+    tree: Tree | None = None
 
     def first(self, num_drafts: int) -> "Proposal":
         """The same with no more than so many tokens."""
         probs = None if self.probs is None else self.probs[:, :num_drafts]
-        return Proposal(self.tokens[:, :num_drafts], probs, self.bucket)
+        tree = self.tree
+        if tree is not None and num_drafts < self.tokens.shape[1]:
+            tree = tree.only(range(num_drafts))
+        return Proposal(self.tokens[:, :num_drafts], probs, self.bucket, tree)
+
+    @property
+    def depth(self) -> int:
+        """Drafts of its longest path."""
+        return self.tokens.shape[1] if self.tree is None else self.tree.depth
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Request:
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
+    tree: bool = False  # trees are going to be asked for: by `propose_tree` and `observe_path`
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
 
     def unsure(self, probs: Tensor) -> bool:
@@ -81,7 +94,20 @@ class Session(Protocol):
         ...
 
 
+class TreeSession(Session, Protocol):
+    """What the session of a drafter with `drafts_trees = True` can do as well, where the request says `tree`."""
+
+    def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
+        """Draft a tree of this shape, or less, after `ids`, (1, T)."""
+        ...
+
+    def observe_path(self, nodes: list[int]) -> None:
+        """The target kept the drafts at these nodes of the tree last proposed, one behind another."""
+        ...
+
+
 class Drafter(Protocol):
+    # A drafter that can draft trees says so by an attribute `drafts_trees = True`.
     name: str
     costs_nothing: bool  # proposals need no forward pass, so more may be asked for than is used
 

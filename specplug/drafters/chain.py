@@ -2,11 +2,14 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specplug.drafters import Drafter, Proposal, Request, Session
+from specplug.tree import Shape
 
 BUCKETS = 1000  # a member's buckets are its own: estimates of acceptance are kept apart
 
@@ -26,6 +29,7 @@ class ChainDrafter:
             raise ValueError(f"min_drafts={min_drafts}: 1 or more")
         self.members, self.min_drafts = members, min_drafts
         self.costs_nothing = all(member.costs_nothing for member in members)
+        self.drafts_trees = all(getattr(member, "drafts_trees", False) for member in members)
         self.counts: list[Counter[str]] = [Counter() for _ in members]
         self.lock = threading.Lock()
 
@@ -35,7 +39,8 @@ class ChainDrafter:
 
 class ChainSession:
     def __init__(self, chain: ChainDrafter, sessions: list[Session]) -> None:
-        self.chain, self.sessions = chain, sessions
+        self.chain = chain
+        self.sessions: list[Any] = list(sessions)
         self.asked: int | None = None  # whose proposal the target is judging
 
     @property
@@ -47,9 +52,24 @@ class ChainSession:
         return sum(session.seconds_forward for session in self.sessions)
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        return self._first_good(
+            ids, gamma, lambda session: session.propose(ids, gamma), lambda session: session.observe(0)
+        )
+
+    def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
+        return self._first_good(
+            ids,
+            shape.size,
+            lambda session: session.propose_tree(ids, shape),
+            lambda session: session.observe_path([]),
+        )
+
+    def _first_good(
+        self, ids: Tensor, gamma: int, propose: Callable[[Any], Proposal], unused: Callable[[Any], None]
+    ) -> Proposal:
         self.asked = None
         for place, session in enumerate(self.sessions):
-            proposal = session.propose(ids, gamma)
+            proposal = propose(session)
             num_drafts = proposal.tokens.shape[1]
             last = place == len(self.sessions) - 1
             if num_drafts >= min(self.chain.min_drafts, gamma) or (last and num_drafts):
@@ -57,12 +77,18 @@ class ChainSession:
                 with self.chain.lock:
                     self.chain.counts[place].update(proposals=1, drafts=num_drafts)
                 return proposal._replace(bucket=place * BUCKETS + proposal.bucket)
-            session.observe(0)  # its drafts, if any, are not used
+            unused(session)  # its drafts, if there are any
         return Proposal(torch.empty((1, 0), dtype=torch.long, device=ids.device), None)
 
     def observe(self, num_accepted: int) -> None:
+        self._observe(num_accepted, lambda session: session.observe(num_accepted))
+
+    def observe_path(self, nodes: list[int]) -> None:
+        self._observe(len(nodes), lambda session: session.observe_path(nodes))
+
+    def _observe(self, num_accepted: int, tell: Callable[[Any], None]) -> None:
         if self.asked is not None:
-            self.sessions[self.asked].observe(num_accepted)
+            tell(self.sessions[self.asked])
             with self.chain.lock:
                 self.chain.counts[self.asked]["kept"] += num_accepted
             self.asked = None

@@ -33,6 +33,7 @@ class CrossVocabDrafter(ModelDrafter):
 
     name = "cross_vocab"
     same_vocabulary = False
+    drafts_trees = False
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, target_tokenizer: Any, method: str = "auto") -> None:
         if method not in METHODS:

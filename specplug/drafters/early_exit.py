@@ -3,7 +3,7 @@
 LayerSkip (arXiv 2404.16710) trains targets for this; any other can be tried. The modules are shared with the target, so no
 weight is loaded twice, and the target and its config are left as they are. For one sequence so are the keys and values: the
 first layers of the target's cache hold what the draft would compute for the text, and get back what they held after each
-proposal. In a batch the draft keeps a cache of its own, and is a model like any other to `drafters/model.py`.
+proposal. In a batch, and for trees, the draft keeps a cache of its own, and is a model like any other to `drafters/model.py`.
 """
 
 import copy
@@ -29,8 +29,10 @@ class EarlyExitDrafter(ModelDrafter):
 
     def start(self, request: Request) -> Session:
         # Other kinds of cache may write in place, or move what they hold; before 5.24 a sliding window took back one pass only.
-        if type(request.cache) is DynamicCache and (
-            NAME == "cache" or all(type(layer) is DynamicLayer for layer in request.cache.layers)
+        if (
+            not request.tree
+            and type(request.cache) is DynamicCache
+            and (NAME == "cache" or all(type(layer) is DynamicLayer for layer in request.cache.layers))
         ):
             return EarlyExitSession(self, request, self.num_layers)
         return super().start(request)

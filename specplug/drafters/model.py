@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specplug import warp
-from specplug.cache import NAME, align, crop, new_draft_cache, prepare_for_crop, select, why_not_croppable
+from specplug.cache import NAME, align, crop, keep, new_draft_cache, prepare_for_crop, select, why_not_croppable
 from specplug.capture import MAX_WIDTH
 from specplug.drafters import Proposal, Request, RowProposals, RowSession, Session
+from specplug.drafters.growth import Growth
+from specplug.tree import Shape, Tree, attention_mask
 from specplug.verify import race, sample_draft
 
 
@@ -24,6 +26,7 @@ class ModelDrafter:
     name = "model"
     costs_nothing = False
     same_vocabulary = True  # a token id means the same to draft and target
+    drafts_trees = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -39,7 +42,7 @@ class ModelDrafter:
         self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
 
     def start(self, request: Request) -> Session:
-        return ModelSession(self, request)
+        return TreeModelSession(self, request) if request.tree else ModelSession(self, request)
 
     def start_rows(self, request: Request, num_rows: int) -> RowSession:
         return ModelRowSession(self, request, num_rows)
@@ -57,8 +60,14 @@ class Forward:
 
     def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
         """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
-        if self.takes_keep and new.shape[1] > MAX_WIDTH:  # of a whole prompt, the last position's logits are enough
-            inputs["logits_to_keep"] = 1
+        return self._logits(new, 1, padded, **inputs)[:, 0]
+
+    def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
+        """The same behind each of the last `num` tokens, (B, num, V). `padded`: there is a mask to look at."""
+        if self.takes_keep and new.shape[1] > max(
+            num, MAX_WIDTH
+        ):  # of a whole prompt, the last ones' logits are enough
+            inputs["logits_to_keep"] = num
         first = self.cache is None
         if self.cache is None:
             self.cache = new_draft_cache(self.model.config)
@@ -69,7 +78,7 @@ class Forward:
                 logits = self.model(**inputs).logits
             else:
                 logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits)
-            logits = logits[:, -1].float()
+            logits = logits[:, -num:].float()
         self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
         self.num_steps += 1
         if first:
@@ -77,7 +86,7 @@ class Forward:
         missing = self.request.vocab_size - logits.shape[-1]
         if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[:, : self.request.vocab_size]
+        return logits[..., : self.request.vocab_size]
 
     def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
         """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
@@ -144,6 +153,65 @@ class ModelSession(Forward):
             crop(self.cache, rejected)
             self.num_cached -= rejected
             self.num_text = self.num_cached  # until the next proposal there is nothing more to take back
+
+
+class TreeModelSession(ModelSession):
+    """Trees: one pass a level, over the nodes of the level before it."""
+
+    def __init__(self, drafter: ModelDrafter, request: Request) -> None:
+        super().__init__(drafter, request)
+        # Of the tree last proposed, the nodes whose keys and values are in the cache, in order; -1 for one that was not proposed.
+        self.fed: list[int] = []
+
+    def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
+        text, device = ids.to(self.model.device), self.model.device
+        room = shape.depth if self.max_length is None else self.max_length - text.shape[1]
+        growth = Growth(shape, self.request.do_sample)
+        fed: list[int] = []
+        self.fed = []
+        if room > 0:
+            logits = self._forward(text[:, self.num_cached :])  # (1, V); catches up with all that was committed since
+            self.num_cached = text.shape[1]
+        while growth.frontier and growth.level < room:
+            prefixes = [
+                torch.cat([text, text.new_tensor([growth.path(node)])], dim=1) if node else text
+                for node in growth.frontier
+            ]
+            probs = warp.to_probs(warp.process_rows(self.request.processors, prefixes, logits))  # (F, V)
+            values = probs
+            if self.request.noise is not None:  # the races that the target is going to run, as chances to win
+                values = probs / self.request.noise.of([self.request.row], [text.shape[1] + growth.level], probs)
+                values = values / values.sum(-1, keepdim=True)
+            growth.add(probs, values)
+            if not growth.frontier or growth.level >= room:
+                break
+            fed += growth.frontier
+            above = Tree(growth.parents).visible()
+            before = torch.ones((1, text.shape[1]), dtype=torch.bool, device=device)
+            new = text.new_tensor([[growth.tokens[node - 1] for node in growth.frontier]])
+            logits = self._logits(
+                new,
+                new.shape[1],
+                padded=True,
+                attention_mask=attention_mask(above[growth.frontier][:, fed], before, self.model.dtype),
+                position_ids=torch.full_like(new, text.shape[1] + growth.level - 1),
+            )[0]
+        chosen = growth.chosen()
+        if not chosen:
+            return Proposal(ids.new_empty((1, 0)), None)
+        number = {draft + 1: place for place, draft in enumerate(chosen, start=1)}
+        self.fed = [number.get(node, -1) for node in fed]
+        tokens = ids.new_tensor([[growth.tokens[draft] for draft in chosen]])
+        drawn_from = torch.stack([growth.probs[draft] for draft in chosen])[None] if growth.probs else None
+        return Proposal(tokens, drawn_from if drawn_from is None else drawn_from.to(ids.device), 0, growth.tree())
+
+    def observe_path(self, nodes: list[int]) -> None:
+        """Of the drafts that were fed, those of the path stay in the cache."""
+        if self.cache is not None:
+            places = [self.fed.index(node) for node in nodes if node in self.fed]
+            keep(self.cache, len(self.fed), places)
+            self.num_cached += len(places)
+            self.fed = []
 
 
 class ModelRowSession(Forward):

@@ -3,9 +3,11 @@
 After SuffixDecoding (arXiv 2411.04975): every run of tokens up to a depth is counted with what followed it. A draft is
 written token by token, each time the most frequent continuation of the longest run that is known, for as long as the
 product of their frequencies says that it is likely. Cold, a call knows its own text alone; warm, it also knows what earlier
-calls wrote, which makes benchmarks that ask similar questions look better than they are.
+calls wrote, which makes benchmarks that ask similar questions look better than they are. A tree takes the likeliest of all
+continuations, by the same product.
 """
 
+import heapq
 import threading
 from collections import Counter, OrderedDict
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specplug.drafters import Proposal, Request
+from specplug.tree import Dynamic, Shape, Tree
 
 
 class Counts:
@@ -40,13 +43,20 @@ class Counts:
 
     def next(self, text: list[int]) -> tuple[int, float, int] | None:
         """Most frequent continuation of the longest known run at the end, its share, and the run's length."""
+        counts, depth = self.known(text)
+        if not counts:
+            return None
+        token, times = max(counts.items(), key=lambda each: each[1])
+        return token, times / counts.total(), depth
+
+    def known(self, text: list[int]) -> tuple[Counter[int], int]:
+        """What followed the longest known run at the end, and the run's length."""
         for depth in self.depths:
             if depth <= len(text):
                 counts = self.following.get(tuple(text[-depth:]))
                 if counts:
-                    token, times = max(counts.items(), key=lambda each: each[1])
-                    return token, times / counts.total(), depth
-        return None
+                    return counts, depth
+        return Counter(), 0
 
 
 class SuffixDrafter:
@@ -55,6 +65,7 @@ class SuffixDrafter:
 
     name = "suffix"
     costs_nothing = True
+    drafts_trees = True
 
     def __init__(
         self,
@@ -108,5 +119,43 @@ class SuffixSession:
             tail.append(token)
         return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None, matched)
 
+    def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
+        known = len(self.text)
+        self.text += ids[0, known:].tolist()
+        self.counts.add(self.text, known)
+        tokens: list[int] = []
+        parents: list[int] = []
+        paths: list[list[int]] = [[]]
+        num_children = [0]
+        waiting: list[tuple[float, int, int]] = []  # (-likelihood, parent, token): a heap
+
+        def add_children(node: int, likely: float) -> int:
+            longest = self.counts.depths.start
+            counts, run = self.counts.known([*self.text[-longest:], *paths[node]][-longest:])
+            for token, times in tuple(counts.items()):  # other calls may count on
+                share = likely * times / counts.total()
+                if share >= self.min_probability and token < self.vocab_size:
+                    heapq.heappush(waiting, (-share, node, token))
+            return run
+
+        matched = add_children(0, 1.0)
+        while waiting and len(tokens) < shape.size:
+            share, parent, token = heapq.heappop(waiting)
+            depth = len(paths[parent])
+            if not isinstance(shape, Dynamic) and num_children[parent] == shape.branching[depth]:
+                continue
+            tokens.append(token)
+            parents.append(parent)
+            paths.append([*paths[parent], token])
+            num_children[parent] += 1
+            num_children.append(0)
+            if depth + 1 < shape.depth:
+                add_children(len(tokens), -share)
+        drafts = torch.tensor([tokens], dtype=torch.long, device=ids.device)
+        return Proposal(drafts, None, matched if tokens else 0, Tree(parents))
+
     def observe(self, num_accepted: int) -> None:
+        pass
+
+    def observe_path(self, nodes: list[int]) -> None:
         pass
