@@ -1,8 +1,8 @@
-"""Passes of one sequence, recorded once for each width and then replayed without the Python between their operations.
+"""Passes of one sequence, recorded once for one position and once for several, and replayed without the Python in between.
 
 In a pass of a small model that Python (modules, decorators, masks) takes a third to a half of the time, on a GPU often more
 than the device needs. `torch.jit.trace` writes down which operations a pass comes to, and replays them: the same kernels in
-the same order on the same shapes. So results are equal bit by bit, which is looked at before a recording is used; a model of
+the same order. So results are equal bit by bit, which is looked at before a recording is used, at each width anew; a model of
 which that is not so, or which decides by what it sees, is run as ever. torch would rather have `torch.compile` used, which
 on the CPU needs a C++ compiler, takes minutes, and rounds differently; where `trace` is gone nothing is recorded.
 
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 GRAPHS = ("capture", "off")
 MAX_WIDTH = 64
-# A recording costs about twenty passes and saves a third of one: it is made where a width has come up so often that it is
-# likely to come up so often again.
+# A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
+# likely.
 USES_BEFORE = 16
 STOCK = ("torch.nn.", "transformers.", "specplug.")
-# What is decided there depends on the width and on whether there is a mask, which are the same in every replay.
-DECIDED_BY_WIDTH = ("sdpa_attention.py", "masking_utils.py")
+# What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
+DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py")
 
 
 class Capture:
     """What one call spends on recordings, for all its models.
 
-    Args: `graph`, one of GRAPHS; how often a width has to come up before it is recorded.
+    Args: `graph`, one of GRAPHS; how many passes of a kind there have to be before one is recorded.
     """
 
     def __init__(self, graph: str = "off", uses_before: int | None = None) -> None:
@@ -77,8 +77,8 @@ class Passes:
         width = ids.shape[1]
         if self._recordings is None or width > MAX_WIDTH or not _served(cache):
             return ordinary()
-        recording = self._recordings[width, torch.is_inference_mode_enabled()]
-        if recording.ready:
+        recording = self._recordings[width > 1, torch.is_inference_mode_enabled()]
+        if width in recording.ready:
             logits, *held = recording.run(_inputs(ids, cache), self._weights)
             for layer, keys, values in zip(cache.layers, held[::2], held[1::2], strict=True):
                 layer.keys, layer.values = keys, values
@@ -92,7 +92,7 @@ class Passes:
         logits = ordinary()
         self._capture.seconds += over - started
         if replayed is not None:
-            recording.check(replayed, [logits, *_held(cache)])
+            recording.check(width, replayed, [logits, *_held(cache)])
         return logits
 
 
@@ -100,21 +100,23 @@ RECORDING = threading.Lock()
 
 
 class Recording:
-    """The pass of one width: first counted, then recorded, then compared, then used; or refused for good."""
+    """The pass of one position, or of several: first counted, then recorded, then compared, then used; or refused for good."""
 
     def __init__(self) -> None:
-        self.uses, self.recorded_at = 0, -1
+        self.uses = 0
+        self.recorded_at: tuple[int, int] | None = None
         self.replay: Any = None
-        self.ready = self.refused = False
+        self.ready: set[int] = set()  # widths at which it was right
+        self.refused = False
 
     def prepare(self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor] | None:
         """Record, or return a replay that is to be compared."""
-        length = inputs[-1].shape[-2]
+        here = inputs[0].shape[1], inputs[-1].shape[-2]
         with RECORDING:
             try:
                 if self.replay is None:
-                    self.replay, self.recorded_at = record(model, inputs), length
-                elif length != self.recorded_at:  # what was recorded at one length has to be right at another
+                    self.replay, self.recorded_at = record(model, inputs), here
+                elif here[1] != (self.recorded_at or here)[1]:  # recorded at one length, it has to be right at another
                     return self.run(inputs, weights)
             except Exception as error:  # whatever a model does that cannot be recorded
                 self._refuse(f"{type(model).__name__}: {first_line(error)}")
@@ -126,14 +128,14 @@ class Recording:
         with torch.jit.optimized_execution(False):
             return list(self.replay(*inputs, *weights))
 
-    def check(self, replayed: list[Tensor], expected: list[Tensor]) -> None:
+    def check(self, width: int, replayed: list[Tensor], expected: list[Tensor]) -> None:
         if len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
-            self.ready = True
+            self.ready.add(width)
         else:
             self._refuse("a replay differs from the pass")
 
     def _refuse(self, reason: str) -> None:
-        self.refused, self.replay = True, None
+        self.refused, self.replay, self.ready = True, None, set()
         log.debug("specplug: passes are not captured: %s", reason)
 
 
@@ -163,7 +165,7 @@ class GivenLayer(DynamicLayer):
 def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     """A function of `inputs`, see `_inputs`, and of the weights, that returns logits and what the cache holds then.
 
-    Raises ValueError if the model decides anything by more than the width. The weights are inputs as well: torch keeps a
+    Raises ValueError if the model decides anything by what it sees. The weights are inputs as well: torch keeps a
     recording as long as the process lives, and would keep them with it.
     """
     masked, length = inputs[0].shape[1] > 1, inputs[-1].shape[-2]
@@ -189,7 +191,7 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
         warnings.simplefilter("always")
         recording = torch.jit.trace(forward, (*inputs, *weights), check_trace=False)
     for each in caught:
-        if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_WIDTH):
+        if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
     vars(recording).pop("_torchdynamo_inline", None)  # `forward` itself, which would keep the model alive
     return recording

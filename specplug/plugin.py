@@ -93,7 +93,7 @@ class SpeculativeProcessor(LogitsProcessor):
         self.verify = _allowed("verify", verify, RULE_NAMES)
         self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
         self.graph = _allowed("graph", graph, GRAPHS)
-        self.record_after: int | None = None  # uses of a width before it is recorded; None is capture.py's own number
+        self.record_after: int | None = None  # passes before one is recorded; None is capture.py's own number
         if self.engine == "lookahead" and self.schedule.tree is not None:
             raise ValueError("engine=lookahead drafts no trees; take engine=auto or rounds, or leave the tree out")
         self.synchronize = synchronize

@@ -26,7 +26,7 @@ def why_not(model):
 
 def recordings(model):
     """Those that are used."""
-    return {width for (width, _), each in capture._KNOWN[model][1].items() if each.ready}
+    return {width for each in capture._KNOWN[model][1].values() for width in each.ready}
 
 
 def run(model, widths, graph="capture"):
