@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,17 +69,22 @@ class Passes:
             with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
                 self._recordings, self._weights = _recordings(model)
 
-    def __call__(self, ids: Tensor, cache: Any, ordinary: Callable[[], Tensor]) -> Tensor:
+    def __call__(
+        self, ids: Tensor, cache: Any, ordinary: Callable[[], Tensor], given: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Logits (1, W, V) of `ids`, (1, W), which stand behind what `cache` holds, and then are in it.
 
-        `ordinary`: the same as transformers does it.
+        `ordinary`: the same as transformers does it. `given`: what it gives the model as `position_ids`, (1, W), and
+        `attention_mask`, (1, 1, W, T + W), where the ids are not one behind another.
         """
         width = ids.shape[1]
         if self._recordings is None or width > MAX_WIDTH or not _served(cache):
             return ordinary()
-        recording = self._recordings[width > 1, torch.is_inference_mode_enabled()]
+        inputs = _inputs(ids, cache, given)
+        mask = None if inputs[2] is inputs[1] else inputs[2].dtype
+        recording = self._recordings[mask, torch.is_inference_mode_enabled()]
         if width in recording.ready:
-            logits, *held = recording.run(_inputs(ids, cache), self._weights)
+            logits, *held = recording.run(inputs, self._weights)
             for layer, keys, values in zip(cache.layers, held[::2], held[1::2], strict=True):
                 layer.keys, layer.values = keys, values
             return logits
@@ -87,7 +92,7 @@ class Passes:
         replayed = None
         recording.uses += 1
         if recording.uses > self._capture.uses_before and not recording.refused:
-            replayed = recording.prepare(self._model, _inputs(ids, cache), self._weights)
+            replayed = recording.prepare(self._model, inputs, self._weights)
         over = time.perf_counter()
         logits = ordinary()
         self._capture.seconds += over - started
@@ -168,7 +173,7 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     Raises ValueError if the model decides anything by what it sees. The weights are inputs as well: torch keeps a
     recording as long as the process lives, and would keep them with it.
     """
-    masked, length = inputs[0].shape[1] > 1, inputs[-1].shape[-2]
+    masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2]
     names, weights = zip(*model.named_parameters(), strict=True)
 
     def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -197,9 +202,11 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     return recording
 
 
-def _inputs(ids: Tensor, cache: Any) -> list[Tensor]:
+def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
     """ids (1, W), their positions, what each may look at, and keys and values of each layer in turn, (1, H, T, D) each."""
     past = _held(cache)
+    if given is not None:
+        return [ids, given["position_ids"], given["attention_mask"], *past]
     width, length = ids.shape[1], past[0].shape[-2]
     positions = torch.arange(length, length + width, device=ids.device)[None]
     if width == 1:  # may look at everything: no mask, and something in its place
@@ -230,7 +237,7 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
         return None, []
     weights = [each for module in modules for each in module._parameters.values()]
     buffers = [each for module in modules for each in module._buffers.values()]
-    state = [*map(id, weights), *map(id, buffers), *map(type, modules)]
+    state = [*map(id, weights), *map(id, buffers), *map(type, modules), *(type(module).forward for module in modules)]
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
         known = _KNOWN[model] = (state, defaultdict(Recording))

@@ -230,7 +230,9 @@ def decode(
             drafted, tree = torch.cat([text.ids, proposal.tokens], dim=1), proposal.tree
             ordinary = functools.partial(_pass, model, drafted, width, model_kwargs, tree)
             forward, before = now(), capture.seconds
-            logits = ordinary() if tree is not None else passes(drafted[:, -width:], cache, ordinary)
+            ids = drafted[:, -width:]
+            given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
+            logits = passes(ids, cache, ordinary, given)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:

@@ -134,6 +134,13 @@ def change_forward(model):
     model.model.norm.forward = lambda x: original(x) * 1.5
 
 
+def change_class(model):
+    kind = type(model.model.norm)
+    original = kind.forward
+    kind.forward = lambda self, x: original(self, x) * 1.5
+    return lambda: setattr(kind, "forward", original)
+
+
 def change_mode(model):
     model.set_attn_implementation("eager")
 
@@ -152,6 +159,7 @@ def change_back_and_forth(model):
         change_module,
         change_hook,
         change_forward,
+        change_class,
         change_mode,
         change_back_and_forth,
     ],
@@ -160,9 +168,11 @@ def test_a_model_that_changes_is_not_replayed_as_it_was(change):
     model = make_model("llama")
     before = run(model, WIDTHS)
     assert recordings(model)
-    change(model)
+    undo = change(model)
     after = run(model, WIDTHS)
     assert same(after, run(model, WIDTHS, "off"))
+    if undo is not None:
+        undo()
     assert change in (change_mode,) or not same(before, after), "the change changes something"
 
 
@@ -219,6 +229,22 @@ def test_a_call_has_the_same_ids_with_and_without(options):
             assert (plugin.stats.seconds_capture > 0) == (graph == "capture")
     assert all(map(torch.equal, *found.values()))
     assert 4 in recordings(model) and 1 in recordings(draft)
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8)])
+def test_trees_are_replayed_too(options):
+    model = make_model("llama")
+    draft = noisy_copy(model)
+    found = {}
+    for graph in capture.GRAPHS:
+        with specplug.attach(model, draft, tree=[3, 2, 1], graph=graph):
+            torch.manual_seed(0)
+            found[graph] = [model.generate(prompt(9), max_new_tokens=60, **options) for _ in range(2)]
+    assert all(map(torch.equal, *found.values()))
+    assert 16 in {
+        width for (mask, _), each in capture._KNOWN[model][1].items() if mask is model.dtype for width in each.ready
+    }
+    assert {3, 6} <= recordings(draft)
 
 
 @pytest.mark.parametrize("what", ["padding", "positions"])

@@ -63,7 +63,7 @@ class Forward:
         return self._logits(new, 1, padded, **inputs)[:, 0]
 
     def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
-        """The same behind each of the last `num` tokens, (B, num, V). `padded`: there is a mask to look at."""
+        """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding."""
         if self.takes_keep and new.shape[1] > max(
             num, MAX_WIDTH
         ):  # of a whole prompt, the last ones' logits are enough
@@ -77,7 +77,8 @@ class Forward:
             if padded:
                 logits = self.model(**inputs).logits
             else:
-                logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits)
+                given = inputs if "attention_mask" in inputs else None
+                logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits, given)
             logits = logits[:, -num:].float()
         self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
         self.num_steps += 1
@@ -192,7 +193,6 @@ class TreeModelSession(ModelSession):
             logits = self._logits(
                 new,
                 new.shape[1],
-                padded=True,
                 attention_mask=attention_mask(above[growth.frontier][:, fed], before, self.model.dtype),
                 position_ids=torch.full_like(new, text.shape[1] + growth.level - 1),
             )[0]
