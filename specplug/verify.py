@@ -93,12 +93,15 @@ def verify_token(
     # rand() is in [0, 1): a probability of 0 never passes, a probability of 1 always does.
     uniform = torch.rand(acceptance.shape, dtype=acceptance.dtype, device=acceptance.device, generator=generator)
     num_accepted = _drafted(uniform < acceptance, num_drafts).long().cumprod(-1).sum(-1)  # (B,)
-    recovered = residual(draft_tokens, draft_probs, target_probs)
-    if num_drafts is not None:  # nothing was tested there, so nothing is taken off the target's distribution
-        positions = torch.arange(draft_tokens.shape[1], device=num_drafts.device)
-        recovered = torch.where((positions < num_drafts[:, None])[..., None], recovered, target_probs[:, :-1])
-    choices = torch.cat([recovered, target_probs[:, -1:]], dim=1)
-    chosen = choices[torch.arange(len(choices), device=choices.device), num_accepted]  # (B, V)
+    rows, width = torch.arange(len(target_probs), device=target_probs.device), draft_tokens.shape[1]
+    chosen = target_probs[rows, num_accepted]  # (B, V)
+    if width:  # one position of each row is needed, not the residuals of all
+        at = num_accepted.clamp(max=width - 1)
+        draft = None if draft_probs is None else draft_probs[rows, at][:, None]
+        recovered = residual(draft_tokens[rows, at][:, None], draft, chosen[:, None])[:, 0]
+        # Behind a row's last draft nothing was tested, so nothing is taken off the target's distribution.
+        tested = num_accepted < (width if num_drafts is None else num_drafts)
+        chosen = torch.where(tested[:, None], recovered, chosen)
     return Verified(num_accepted, sample(chosen, generator))
 
 

@@ -1,10 +1,12 @@
-"""The command that compares chains and trees: that it runs, and its table."""
+"""The commands that compare chains and trees, and that time verification: that they run, and what they print."""
 
+import json
 import sys
 
 import acceptance
 import pytest
 import torch
+import verification
 
 
 def test_a_table_comes_out(monkeypatch, capsys):
@@ -19,6 +21,14 @@ def test_a_table_comes_out(monkeypatch, capsys):
     assert len(lines) == 8 and lines[0].startswith("| temperature | rule | drafts |")
     chain, static = (float(line.split("|")[4]) for line in lines[2:4])
     assert 1 <= static <= 2 < chain <= 3, "one place against two"
+
+
+def test_what_verification_costs(monkeypatch, capsys):
+    options = ["--target", "tiny", "--batch-size", "2", "--gamma", "3", "--vocabulary", "997"]
+    monkeypatch.setattr(sys, "argv", ["verification.py", *options])
+    verification.main()
+    found = json.loads(capsys.readouterr().out)
+    assert all(found[name] > 0 for name in ("pass", "token", "block", "token_share", "block_share"))
 
 
 def test_what_is_wrong_is_said(monkeypatch, capsys):
