@@ -21,7 +21,7 @@ from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
 from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order, verify_in_tree
-from specplug.schedule import Round, Schedule
+from specplug.schedule import AdaptivePlan, Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
 from specplug.trace import Trace
@@ -142,6 +142,12 @@ def decode(
         noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
         verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
     capture = capture or Capture()
+    plan = schedule.start(1, drafter.costs_nothing)
+    stop_drafting = None
+    if input_ids.device.type == "cpu" and isinstance(
+        plan, AdaptivePlan
+    ):  # elsewhere each question would wait for the device
+        stop_drafting = plan.use_judge()
     request = Request(
         do_sample and noise is None,
         for_draft,
@@ -151,11 +157,11 @@ def decode(
         cache,
         synchronize,
         noise,
+        judge=stop_drafting,
         capture=capture,
         tree=schedule.tree is not None,
     )
     session: Any = drafter.start(request)
-    plan = schedule.start(1, drafter.costs_nothing)
     in_tree = functools.partial(
         verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
     )

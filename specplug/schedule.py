@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
+from specplug.sureness import Judge, Sureness
 from specplug.tree import Dynamic, Shape, shape_of
 
 
@@ -259,6 +260,8 @@ class State:
         self.tree = tree
         self.costs = Costs()
         self.acceptance: dict[int, Acceptance] = defaultdict(Acceptance if tree is None else Yields)  # by bucket
+        self.sureness = Sureness()
+        self.tokens = self.seconds = 0.0  # of the latest drafted rounds
         self.account = 0.0  # seconds saved by drafted rounds; losses are below 0
         self.seconds_plain = 0.0  # what plain decoding would have taken for everything so far
         self.since_draft = self.since_plain = 0
@@ -274,6 +277,14 @@ class State:
         expected = self.acceptance[bucket].expected_tokens(max_gamma)
         return max(range(len(expected)), key=lambda gamma: (expected[gamma] / self.costs.seconds(gamma), -gamma))
 
+    def least(self, gamma: int) -> float:
+        """How probable it has to be that one more draft is kept: its price in tokens. `gamma`: what gives most."""
+        known = sorted(width for width in self.costs.known if width)
+        low, high = (known[0], known[-1]) if len(known) > 1 else (0, known[-1])
+        price = (self.costs.known[high] - self.costs.known[low]) / (high - low)
+        expected = self.acceptance[0].expected_tokens(gamma)[gamma] / self.costs.seconds(gamma)
+        return max(price, 0.0) * (self.tokens / self.seconds if self.seconds else expected)
+
     def reach(self, max_gamma: int) -> int:
         return min(max_gamma, 2 * max(self.costs.known) + 2)
 
@@ -287,6 +298,8 @@ class State:
     def to_dict(self) -> dict[str, Any]:
         return {
             "trees": self.tree is not None,
+            "sureness": self.sureness.to_dict(),
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
             "seconds_by_gamma": {str(gamma): seconds for gamma, seconds in sorted(self.costs.known.items())},
             "acceptance": {
                 str(bucket): {"kept": each.kept, "tested": each.tested} for bucket, each in self.acceptance.items()
@@ -302,6 +315,10 @@ class State:
         for bucket, counts in saved["acceptance"].items():
             state.acceptance[int(bucket)].kept = [float(each) for each in counts["kept"]]
             state.acceptance[int(bucket)].tested = [float(each) for each in counts["tested"]]
+        if "sureness" in saved:
+            state.sureness.load(saved["sureness"])
+            if saved["tokens_per_second"] is not None:
+                state.tokens, state.seconds = float(saved["tokens_per_second"]), 1.0
         return state
 
 
@@ -312,10 +329,19 @@ class AdaptivePlan:
         self.schedule, self.state, self.costs_nothing = schedule, schedule.states[num_rows], costs_nothing
         self.reason = ""
         self.has_drafted = False  # the first proposal of a call also reads the prompt
+        self.judge: Judge | None = None
+
+    def use_judge(self) -> Judge | None:
+        """To be asked while drafting, where that is cheap; None if it would not know what to say."""
+        if not self.costs_nothing and self.state.tree is None:
+            self.judge = Judge(self.state.sureness)
+        return self.judge
 
     def next_gamma(self) -> int:
         with self.schedule.lock:
             state = self.state
+            if self.judge is not None:
+                self.judge.begin(0.0)
             if self.schedule.frozen:
                 return self._frozen_gamma(0)
             if len(state.costs.samples[0]) < AdaptiveSchedule.PLAIN_FIRST:
@@ -343,6 +369,8 @@ class AdaptivePlan:
                 return
             for each in rounds:
                 if each.num_drafts:
+                    if self.judge is not None and len(self.judge.places) >= each.num_drafts:
+                        state.sureness.observe(self.judge.places[: each.num_drafts], each.num_accepted)
                     state.acceptance[each.bucket].observe(each.num_drafts, each.num_accepted)
             if width == 0 or self.has_drafted or self.costs_nothing:
                 state.costs.observe(width, seconds)
@@ -351,6 +379,8 @@ class AdaptivePlan:
             plain = num_tokens * state.costs.known[0]
             state.seconds_plain += plain
             if width:
+                if self.has_drafted:
+                    state.tokens, state.seconds = 0.95 * state.tokens + num_tokens, 0.95 * state.seconds + seconds
                 self.has_drafted = True
                 # Old gains do not pay for new losses without end.
                 state.account = min(state.account + plain - seconds, 30 * state.costs.known[0])
@@ -378,7 +408,7 @@ class AdaptivePlan:
             # Texts grow longer and machines busier: see from time to time what plain decoding costs now.
             if state.since_plain >= AdaptiveSchedule.REFRESH:
                 return self._because("to see what plain decoding costs", 0)
-            return self._because("pays most", best)
+            return self._paying(best, reach)
         # By what is known it does not pay. A second width is tried at once, since the first passes that are wider than
         # one position cost more than the next ones; later trials wait, longer each time.
         gamma, could_pay = state.most_hopeful(reach)
@@ -391,11 +421,22 @@ class AdaptivePlan:
             return self._because("a trial", gamma)
         return self._because("does not pay", 0)
 
+    def _paying(self, best: int, reach: int) -> int:
+        """So many drafts pay in the mean; with a judge, as many as it finds worth their price this time."""
+        if self.judge is None:
+            return self._because("pays most", best)
+        self.judge.begin(self.state.least(best))
+        return self._because("for as long as it pays", reach)
+
     def _frozen_gamma(self, bucket: int) -> int:
         self.reason = "by frozen estimates"
         if len(self.state.costs.known) < 2:
             return 0
-        return self.state.best(self.schedule.max_gamma, bucket)
+        best = self.state.best(self.schedule.max_gamma, bucket)
+        if self.judge is None or best == 0:
+            return best
+        self.judge.begin(self.state.least(best))
+        return self.schedule.max_gamma
 
 
 def _whole(name: str, value: Any) -> int:

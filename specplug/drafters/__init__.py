@@ -19,6 +19,7 @@ from specplug.config import first_line
 from specplug.noise import Noise
 from specplug.schedule import Plan
 from specplug.stats import Stats
+from specplug.sureness import Judge
 from specplug.tree import Shape, Tree
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,13 @@ class Request:
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
     tree: bool = False  # trees are going to be asked for: by `propose_tree` and `observe_path`
+    judge: Judge | None = None  # asked before each draft, by its distribution, whether to stop
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
 
     def unsure(self, probs: Tensor) -> bool:
         """Whether to stop before a token that would be drawn from `probs`, (B, V): less sure than asked for, in the mean."""
+        if self.judge is not None:
+            return not self.judge(float(probs.amax()))
         if not self.min_confidence:
             return False
         if self.criterion == "probability":

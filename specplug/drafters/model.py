@@ -96,7 +96,8 @@ class Forward:
         mean of the rows.
         """
         noise = self.request.noise
-        if not self.request.do_sample and not self.request.min_confidence and noise is None:
+        asked = self.request.min_confidence or self.request.judge is not None
+        if not self.request.do_sample and not asked and noise is None:
             return scores.argmax(-1)
         drawn_from = warp.to_probs(scores)
         if self.request.unsure(drawn_from):
