@@ -127,7 +127,8 @@ class Recording:
         """Logits, and keys and values of each layer."""
         if inputs[0].device.type == "cpu":
             return list(self.replay(*inputs, *weights))
-        with torch.jit.optimized_execution(False):  # no fusing of operations: it compiles for long, and rounds otherwise
+        # No fusing of operations: it compiles for long, and rounds otherwise.
+        with torch.jit.optimized_execution(False):
             return list(self.replay(*inputs, *weights))
 
     def check(self, replayed: list[Tensor], expected: list[Tensor]) -> None:
