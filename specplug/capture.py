@@ -10,7 +10,6 @@ Served: stock modules of torch and transformers without hooks, sdpa attention, a
 """
 
 import inspect
-import itertools
 import logging
 import threading
 import time
@@ -113,6 +112,8 @@ class Recording:
         length = inputs[-1].shape[-2]
         with RECORDING:
             try:
+                if self.refused:  # by another thread
+                    return None
                 if self.replay is None:
                     self.replay, self.recorded_at = record(model, inputs), length
                 elif length != self.recorded_at:  # what was recorded at one length has to be right at another
@@ -132,13 +133,13 @@ class Recording:
             return list(self.replay(*inputs, *weights))
 
     def check(self, replayed: list[Tensor], expected: list[Tensor]) -> None:
-        if len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
+        if not self.refused and len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
             self.ready = True
         else:
             self._refuse("a replay differs from the pass")
 
     def _refuse(self, reason: str) -> None:
-        self.refused, self.replay = True, None
+        self.ready, self.refused = False, True
         log.debug("specplug: passes are not captured: %s", reason)
 
 
@@ -227,12 +228,21 @@ def _recordings(model: PreTrainedModel) -> dict[Any, Recording] | None:
     """Those of this model as it is now; None if it cannot be recorded. A model that was changed is recorded anew."""
     if why_not(model) is not None:
         return None
-    tensors = itertools.chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in model.modules())
-    state = [*map(id, tensors), *map(type, model.modules())]
+    state: list[Any] = []
+    for module in model.modules():
+        state += map(id, (*module._parameters.values(), *module._buffers.values()))
+        state += type(module), type(module).forward, *_plain(module)
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        state += _plain(config)
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
         known = _KNOWN[model] = (state, defaultdict(Recording))
     return known[1]
+
+
+def _plain(holder: Any) -> list[Any]:
+    """Values that a recording has as constants, as the epsilon of a norm is."""
+    return [value for value in vars(holder).values() if type(value) in (int, float, bool, str, type(None))]
 
 
 def why_not(model: PreTrainedModel) -> str | None:

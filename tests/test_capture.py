@@ -130,6 +130,14 @@ def change_forward(model):
     model.model.norm.forward = lambda x: original(x) * 1.5
 
 
+def change_number(model):
+    model.model.norm.variance_epsilon = 0.5
+
+
+def change_config(model):
+    model.config.num_hidden_layers = 1
+
+
 def change_mode(model):
     model.set_attn_implementation("eager")
 
@@ -148,6 +156,8 @@ def change_back_and_forth(model):
         change_module,
         change_hook,
         change_forward,
+        change_number,
+        change_config,
         change_mode,
         change_back_and_forth,
     ],
@@ -160,6 +170,27 @@ def test_a_model_that_changes_is_not_replayed_as_it_was(change):
     after = run(model, WIDTHS)
     assert same(after, run(model, WIDTHS, "off"))
     assert change in (change_mode,) or not same(before, after), "the change changes something"
+
+
+def test_a_class_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
+    model = make_model("llama")
+    before, norm = run(model, WIDTHS), type(model.model.norm)
+    original = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda self, x: original(self, x) * 1.5)
+    after = run(model, WIDTHS)
+    assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_what_one_thread_refuses_no_other_uses():
+    one, other = torch.zeros(2), torch.ones(2)
+    recording = capture.Recording()
+    recording.replay = lambda *inputs: [one]
+    recording.check([one], [one])
+    assert recording.ready
+    recording.check([one], [other])
+    recording.check([one], [one])
+    assert not recording.ready and recording.refused
+    assert recording.run([one], []) == [one], "a thread that has begun to use it goes on"
 
 
 @pytest.mark.parametrize("which", ["training", "autocast", "gradients", "layer of somebody else's", "mode"])
