@@ -1,10 +1,10 @@
 """Passes of one sequence, recorded once for each width and then replayed without the Python between their operations.
 
 In a pass of a small model that Python (modules, decorators, masks) takes a third to a half of the time, on a GPU often more
-than the device needs. `torch.jit.trace` writes down which operations a pass comes to, and replays them: the same kernels in
+than the device needs. torch's tracer writes down which operations a pass comes to, and replays them: the same kernels in
 the same order on the same shapes. So results are equal bit by bit, which is looked at before a recording is used; a model of
 which that is not so, or which decides by what it sees, is run as ever. torch would rather have `torch.compile` used, which
-on the CPU needs a C++ compiler, takes minutes, and rounds differently; where `trace` is gone nothing is recorded.
+on the CPU needs a C++ compiler, takes minutes, and rounds differently; where the tracer is gone nothing is recorded.
 
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
@@ -169,8 +169,8 @@ class GivenLayer(DynamicLayer):
 def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     """A function of `inputs`, see `_inputs`, and of the weights, that returns logits and what the cache holds then.
 
-    Raises ValueError if the model decides anything by more than the width. The weights are inputs as well: torch keeps a
-    recording as long as the process lives, and would keep them with it.
+    Raises ValueError if the model decides anything by more than the width. The weights are inputs as well, so that a recording
+    stays right where they are replaced by others.
     """
     masked, length = inputs[0].shape[1] > 1, inputs[-1].shape[-2]
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -193,11 +193,12 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        recording = torch.jit.trace(forward, (*inputs, *weights), check_trace=False)
+        # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
+        graph, _ = torch._C._create_graph_by_tracing(forward, (*inputs, *weights), lambda _: "", True, False, None, [])
+        recording = torch._C._create_function_from_graph("forward", graph)
     for each in caught:
         if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_WIDTH):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
-    vars(recording).pop("_torchdynamo_inline", None)  # `forward` itself, which would keep the model alive
     return recording
 
 
@@ -247,8 +248,8 @@ def _plain(holder: Any) -> list[Any]:
 
 def why_not(model: PreTrainedModel) -> str | None:
     """None if this model's passes may be recorded, else the reason."""
-    if not hasattr(torch.jit, "trace"):
-        return "this torch has no torch.jit.trace"
+    if not (hasattr(torch._C, "_create_graph_by_tracing") and hasattr(torch._C, "_create_function_from_graph")):
+        return "this torch cannot record"
     if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
         return "the call runs under autocast, or with gradients"
     if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:

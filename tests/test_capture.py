@@ -1,6 +1,7 @@
 """Recorded passes: bit by bit what transformers computes, used only where that was seen, made anew when the model changes."""
 
 import gc
+import os
 import threading
 import weakref
 
@@ -289,3 +290,24 @@ def test_recordings_go_with_their_model():
     del model
     gc.collect()
     assert known() is None and weights() is None
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="needs /proc/self/statm to see this process's memory"
+)
+def test_recordings_take_no_memory_once_their_model_is_gone():
+    """torch.jit.trace would keep about 20 MB of these each time."""
+
+    def memory_mb():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    held = []
+    for _ in range(5):
+        model = make_model("llama", layers=10)
+        run(model, [2, 2, 2])
+        assert recordings(model) == {2}
+        del model
+        held.append(memory_mb())
+    assert held[4] - held[1] < 20, held
