@@ -275,3 +275,22 @@ def write_none(folder) -> str:
     file = folder / "none.jsonl"
     file.write_text(json.dumps({"prompt": "x", "answer": None}) + "\n")
     return str(file)
+
+
+def test_a_program_finds_its_own_names():
+    """Type hints, dataclasses and pickle look them up in the module that is called __main__."""
+    source = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass, fields
+from typing import ClassVar, get_type_hints
+
+@dataclass
+class Coin:
+    kind: ClassVar[str] = "gold"
+    value: int = 5
+
+assert get_type_hints(Coin)["value"] is int and [each.name for each in fields(Coin)] == ["value"]
+assert pickle.loads(pickle.dumps(Coin(7))) == Coin(7)
+"""
+    assert run_program(source).reason == "passed"
