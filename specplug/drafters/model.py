@@ -57,7 +57,9 @@ class Forward:
 
     def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
         """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
-        if self.takes_keep and new.shape[1] > MAX_WIDTH:  # of a whole prompt, the last position's logits are enough
+        # The last position's logits are enough. A recording has all of them, and is compared with passes that do; what is
+        # never recorded, a prompt among them, may be long.
+        if self.takes_keep and (padded or self.cache is None or new.shape[1] > MAX_WIDTH):
             inputs["logits_to_keep"] = 1
         first = self.cache is None
         if self.cache is None:
