@@ -1,10 +1,10 @@
 """Passes of one sequence, recorded once for one position and once for several, and replayed without the Python in between.
 
 In a pass of a small model that Python (modules, decorators, masks) takes a third to a half of the time, on a GPU often more
-than the device needs. `torch.jit.trace` writes down which operations a pass comes to, and replays them: the same kernels in
+than the device needs. torch's tracer writes down which operations a pass comes to, and replays them: the same kernels in
 the same order. So results are equal bit by bit, which is looked at before a recording is used, at each width anew; a model of
 which that is not so, or which decides by what it sees, is run as ever. torch would rather have `torch.compile` used, which
-on the CPU needs a C++ compiler, takes minutes, and rounds differently; where `trace` is gone nothing is recorded.
+on the CPU needs a C++ compiler, takes minutes, and rounds differently; where the tracer is gone nothing is recorded.
 
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
@@ -39,6 +39,7 @@ MAX_WIDTH = 64
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.
 USES_BEFORE = 16
+PLAIN = (int, float, bool, str, type(None))
 STOCK = ("torch.nn.", "transformers.", "specplug.")
 # What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
 DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py")
@@ -119,6 +120,8 @@ class Recording:
         here = inputs[0].shape[1], inputs[-1].shape[-2]
         with RECORDING:
             try:
+                if self.refused:  # by another thread
+                    return None
                 if self.replay is None:
                     self.replay, self.recorded_at = record(model, inputs), here
                 elif here[1] != (self.recorded_at or here)[1]:  # recorded at one length, it has to be right at another
@@ -134,13 +137,13 @@ class Recording:
             return list(self.replay(*inputs, *weights))
 
     def check(self, width: int, replayed: list[Tensor], expected: list[Tensor]) -> None:
-        if len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
+        if not self.refused and len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
             self.ready.add(width)
         else:
             self._refuse("a replay differs from the pass")
 
     def _refuse(self, reason: str) -> None:
-        self.refused, self.replay, self.ready = True, None, set()
+        self.refused, self.ready = True, set()
         log.debug("specplug: passes are not captured: %s", reason)
 
 
@@ -170,8 +173,8 @@ class GivenLayer(DynamicLayer):
 def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     """A function of `inputs`, see `_inputs`, and of the weights, that returns logits and what the cache holds then.
 
-    Raises ValueError if the model decides anything by what it sees. The weights are inputs as well: torch keeps a
-    recording as long as the process lives, and would keep them with it.
+    Raises ValueError if the model decides anything by what it sees. The weights are inputs as well, so that a recording
+    stays right where they are replaced by others.
     """
     masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2]
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -194,11 +197,12 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        recording = torch.jit.trace(forward, (*inputs, *weights), check_trace=False)
+        # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
+        graph, _ = torch._C._create_graph_by_tracing(forward, (*inputs, *weights), lambda _: "", True, False, None, [])
+        recording = torch._C._create_function_from_graph("forward", graph)
     for each in caught:
         if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
-    vars(recording).pop("_torchdynamo_inline", None)  # `forward` itself, which would keep the model alive
     return recording
 
 
@@ -237,17 +241,26 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
         return None, []
     weights = [each for module in modules for each in module._parameters.values()]
     buffers = [each for module in modules for each in module._buffers.values()]
-    state = [*map(id, weights), *map(id, buffers), *map(type, modules), *(type(module).forward for module in modules)]
+    state: list[Any] = [*map(id, weights), *map(id, buffers)]
+    for module in modules:
+        state += type(module), type(module).forward, *_plain(module)
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        state += _plain(config)
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
         known = _KNOWN[model] = (state, defaultdict(Recording))
     return known[1], list(dict.fromkeys(each for each in weights if each is not None))
 
 
+def _plain(holder: Any) -> list[Any]:
+    """Values that a recording has as constants, as the epsilon of a norm is."""
+    return [value for value in vars(holder).values() if type(value) in PLAIN]
+
+
 def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """None if the passes of this model, which has these modules, may be recorded, else the reason."""
-    if not hasattr(torch.jit, "trace"):
-        return "this torch has no torch.jit.trace"
+    if not (hasattr(torch._C, "_create_graph_by_tracing") and hasattr(torch._C, "_create_function_from_graph")):
+        return "this torch cannot record"
     if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
         return "the call runs under autocast, or with gradients"
     if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:

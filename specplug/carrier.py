@@ -61,7 +61,7 @@ def arm(plugin: Any, input_ids: Tensor) -> None:
         )
     call = Call(num_calls=1, engine="lookahead", reason="passed as a logits processor")
     key = id(frame)
-    reason = "engine=plain" if plugin.engine == "plain" else why_not_at_all(model, config, model_kwargs)
+    reason = "engine=plain" if plugin.engine == "plain" else why_not_at_all(model, input_ids, config, model_kwargs)
     if reason is not None:
         plugin.warn_once(f"decoding plainly, without drafts: {reason}")
         call.engine, call.reason = "plain", reason

@@ -177,7 +177,7 @@ def column(config: Dataset, record: Record, number: int, key: str) -> Any:
 def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Row:
     """One record by the columns that the config names. Raises ConfigError."""
     identifier = str(number) if config.id_column is None else str(column(config, record, number, "id_column"))
-    category = str(column(config, record, number, "category_column") or "all")
+    category = text_or(column(config, record, number, "category_column"), "all")
     if config.text_column is not None:
         text = text_of(column(config, record, number, "text_column"), config, number, "text_column")
         return Row(identifier, "", text, category)
@@ -200,9 +200,22 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
         prompt = filled(config, "template", {**record, "prompt": prompt}).rstrip()
     if not prompt.strip():
         raise ConfigError(f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} is empty")
-    references = texts_of(reference, ASSISTANTS)[:1] if messages(reference) else flat(reference)
+    if messages(reference):
+        references = texts_of(reference, ASSISTANTS)[:1]
+        if references and not isinstance(references[0], str):
+            raise ConfigError(
+                f"dataset.reference_column={config.reference_column}: row {number + 1} of {where(config)} has an answer"
+                f" that is a {type(references[0]).__name__}; it has to be text"
+            )
+    else:
+        references = flat(reference)
     system = texts_of(value, ("system",)) if messages(value) else []
-    return Row(
+    if system and not isinstance(system[0], str):
+        raise ConfigError(
+            f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a system message"
+            f" that is a {type(system[0]).__name__}; it has to be text"
+        )
+    row = Row(
         identifier,
         prefix + prompt,
         references[0] if references else None,
@@ -210,8 +223,25 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
         others=tuple(references[1:]),
         system=system[0] if system else None,
         tests=None if config.tests is None else filled(config, "tests", record),
-        head=str(column(config, record, number, "head_column") or ""),
+        head=text_or(column(config, record, number, "head_column"), ""),
     )
+    for key, texts in {
+        "id_column": [row.id],
+        "template": [prompt],
+        "reference_column": references,
+        "category_column": [category],
+        "prompt_column": system[:1],
+        "tests": [row.tests or ""],
+        "head_column": [row.head],
+    }.items():
+        for text in texts:
+            unicode(text, f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)}")
+    return row
+
+
+def text_or(value: Any, otherwise: str) -> str:
+    """A cell as text; `otherwise` for one that is missing or empty."""
+    return otherwise if value in (None, "") else str(value)
 
 
 def filled(config: Dataset, key: str, record: Record) -> str:
@@ -219,7 +249,7 @@ def filled(config: Dataset, key: str, record: Record) -> str:
     template = getattr(config, key)
     try:
         return Template().format(template, **record)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, TypeError) as error:
         raise ConfigError(f"dataset.{key}={template!r}: {error!r}; it may use {', '.join(map(str, record))}") from error
 
 

@@ -40,7 +40,9 @@ HANDLED = GROWING | {
 }
 
 
-def why_not_at_all(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def why_not_at_all(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
     """None if drafts can be taken back exactly in this call, else the reason why it has to be decoded plainly."""
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"
@@ -48,7 +50,39 @@ def why_not_at_all(model: PreTrainedModel, config: GenerationConfig, model_kwarg
         return f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back"
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states were asked for, whose shapes tell how the text was made"
+    if _positions_change(model, input_ids, config, model_kwargs):
+        return (
+            "its position embeddings change with the length of the text (dynamic or longrope), within the lengths that this"
+            " call may come to; drafts are further positions of a pass, and would change them too early"
+        )
     return caches.why_not_croppable(caches.get_cache(model_kwargs))
+
+
+def _positions_change(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> bool:
+    """May a pass with drafts get other position embeddings than passes without? transformers takes the furthest position of
+    a pass to choose them: between two sets (longrope), or, beyond a length, a set for each length (dynamic)."""
+    text_config = model.config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    trained = getattr(text_config, "max_position_embeddings", None) or 0
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = each.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = trained if kind == "dynamic" else each.get("original_max_position_embeddings") or trained
+        ends = torch.tensor([input_ids.shape[1]])  # of each prompt, in positions
+        if positions is not None:
+            ends = positions.amax(-1) + 1
+        elif mask is not None and mask.ndim == 2:
+            ends = mask.sum(-1)
+        longest = (
+            float("inf") if config.max_length is None else config.max_length + int(ends.max()) - input_ids.shape[1]
+        )
+        if longest > limit and not (kind == "longrope" and int(ends.min()) > limit):
+            return True
+    return False
 
 
 def why_not_rounds(

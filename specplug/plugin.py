@@ -287,7 +287,7 @@ class SpeculativeProcessor(LogitsProcessor):
         """The engine for this call and the reason. Raises ValueError if the one that was asked for cannot serve it."""
         if settings.engine == "plain":
             return "plain", "engine=plain"
-        reason = why_not_at_all(model, config, model_kwargs)
+        reason = why_not_at_all(model, input_ids, config, model_kwargs)
         if reason is not None:
             if settings.engine != "auto":
                 raise ValueError(

@@ -3,12 +3,13 @@
 All but JSON arrays are streamed. Knows nothing about what the columns mean.
 """
 
-import csv
+import glob
 import gzip
 import json
 import logging
 import random
 import string
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,7 @@ from specplug.config import ConfigError, Dataset, first_line
 ASSETS = Path(__file__).parent / "assets"
 ASSET_PREFIX = "asset:"
 LINES = (".jsonl", ".json", ".ndjson", ".jsonl.gz")
+ENCODING = "utf-8-sig"  # Windows puts a mark of the byte order in front
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 Record = dict[str, Any]
 
@@ -73,7 +75,7 @@ def read_lines(file: Path) -> Iterator[Record]:
                     continue
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(
                         f"{file}, line {number}: not JSON ({error}); each line has to be one object"
                     ) from None
@@ -84,20 +86,20 @@ def read_lines(file: Path) -> Iterator[Record]:
                 yield record
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
-    except (OSError, EOFError) as error:  # EOFError: a gzip file that was cut off
+    except (OSError, EOFError, zlib.error) as error:  # a gzip file that was cut off, or damaged
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or first_line(error)}") from error
 
 
 def opened(file: Path) -> TextIO:
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    return file.open(encoding="utf-8")
+        return gzip.open(file, "rt", encoding=ENCODING)
+    return file.open(encoding=ENCODING)
 
 
 def read_array(file: Path, lines: TextIO) -> Iterator[Record]:
     try:
         array = json.load(lines)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}: not JSON ({error}); it has to be one array of objects, or an object a line"
         ) from None
@@ -109,20 +111,27 @@ def read_array(file: Path, lines: TextIO) -> Iterator[Record]:
 
 def read_table(file: Path) -> Iterator[Record]:
     """Parquet, CSV or TSV through `datasets`. Cells of CSV and TSV are text, whatever they look like."""
+    what = f"{file}: cannot be read as {file.suffix.removeprefix('.').upper()}"
     options: dict[str, Any] = {}
     if TABLES[file.suffix] == "csv":
         import datasets
+        import pandas
 
         options = {"keep_default_na": False, "sep": "\t" if file.suffix == ".tsv" else ","}
-        try:
-            with file.open(encoding="utf-8", newline="") as lines:
-                header = next(csv.reader(lines, delimiter=options["sep"]), [])
+        try:  # what `datasets` reads with: it gives names to columns that have none, or one that is taken
+            head = pandas.read_csv(file, nrows=1, dtype=str, **options)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
-        if header:  # of an empty file the library says so itself
-            options["features"] = datasets.Features({name: datasets.Value("string") for name in header})
-    what = f"{file}: cannot be read as {file.suffix.removeprefix('.').upper()}"
-    yield from streamed(TABLES[file.suffix], what, "mend the file", data_files=str(file), split="train", **options)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{what}: {first_line(error)}; mend the file") from error
+        if len(head) and not isinstance(
+            head.index, pandas.RangeIndex
+        ):  # it would take the first cells for names of rows
+            raise ConfigError(f"{what}: its first row has more cells than the header; mend the file")
+        options["features"] = datasets.Features({name: datasets.Value("string") for name in head.columns})
+    yield from streamed(
+        TABLES[file.suffix], what, "mend the file", data_files=glob.escape(str(file)), split="train", **options
+    )
 
 
 def stream_hub(config: Dataset, split: str) -> Iterator[Record]:

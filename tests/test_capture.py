@@ -1,6 +1,7 @@
 """Recorded passes: bit by bit what transformers computes, used only where that was seen, made anew when the model changes."""
 
 import gc
+import os
 import threading
 import weakref
 
@@ -141,6 +142,14 @@ def change_class(model):
     return lambda: setattr(kind, "forward", original)
 
 
+def change_number(model):
+    model.model.norm.variance_epsilon = 0.5
+
+
+def change_config(model):
+    model.config.num_hidden_layers = 1
+
+
 def change_mode(model):
     model.set_attn_implementation("eager")
 
@@ -160,6 +169,8 @@ def change_back_and_forth(model):
         change_hook,
         change_forward,
         change_class,
+        change_number,
+        change_config,
         change_mode,
         change_back_and_forth,
     ],
@@ -174,6 +185,27 @@ def test_a_model_that_changes_is_not_replayed_as_it_was(change):
     if undo is not None:
         undo()
     assert change in (change_mode,) or not same(before, after), "the change changes something"
+
+
+def test_a_class_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
+    model = make_model("llama")
+    before, norm = run(model, WIDTHS), type(model.model.norm)
+    original = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda self, x: original(self, x) * 1.5)
+    after = run(model, WIDTHS)
+    assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_what_one_thread_refuses_no_other_uses():
+    one, other = torch.zeros(2), torch.ones(2)
+    recording = capture.Recording()
+    recording.replay = lambda *inputs: [one]
+    recording.check([one], [one])
+    assert recording.ready
+    recording.check([one], [other])
+    recording.check([one], [one])
+    assert not recording.ready and recording.refused
+    assert recording.run([one], []) == [one], "a thread that has begun to use it goes on"
 
 
 @pytest.mark.parametrize("which", ["training", "autocast", "gradients", "layer of somebody else's", "mode"])
@@ -288,3 +320,24 @@ def test_recordings_go_with_their_model():
     del model
     gc.collect()
     assert known() is None and weights() is None
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="needs /proc/self/statm to see this process's memory"
+)
+def test_recordings_take_no_memory_once_their_model_is_gone():
+    """torch.jit.trace would keep about 20 MB of these each time."""
+
+    def memory_mb():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    held = []
+    for _ in range(5):
+        model = make_model("llama", layers=10)
+        run(model, [2, 2, 2])
+        assert recordings(model) == {2}
+        del model
+        held.append(memory_mb())
+    assert held[4] - held[1] < 20, held

@@ -293,3 +293,74 @@ def test_conversations_without_a_user_are_left_out_with_a_word(tmp_path, caplog)
 def test_values_of_a_data_set_that_cannot_be(overrides, answer):
     with pytest.raises(ConfigError, match=re.escape(answer)):
         specplug.load(*overrides)
+
+
+def test_files_as_windows_and_pandas_write_them(tmp_path):
+    """A mark of the byte order in front, and tables whose first column has no name."""
+    for name, text in {
+        "a.jsonl": '{"prompt": "x", "answer": "007"}\r\n',
+        "a.json": '[{"prompt": "x", "answer": "007"}]',
+        "a.csv": "prompt,answer\r\nx,007\r\n",
+        "b.csv": '"prompt",answer\nx,007\n',
+        "c.csv": ",prompt,answer\n0,x,007\n",
+        "d.csv": "prompt,prompt,answer\nx,8,007\n",
+        "e.csv": f"{'long' * 40_000},prompt,answer\n1,x,007\n",
+    }.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        config = Dataset(name="mine", path=str(tmp_path / name), reference_column="answer")
+        assert load_rows(config) == [Row("0", "x", "007")], name
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt": "x"}\n'))
+    assert load_rows(Dataset(name="mine", path=str(tmp_path / "a.jsonl.gz"))) == [Row("0", "x", None)]
+
+
+def test_a_table_with_more_cells_than_names_is_not_shifted(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\nx,1,2\ny,1,2\n")
+    assert "more cells than the header" in one_line(Dataset(name="d", path=str(tmp_path / "a.csv")))
+
+
+def test_a_category_may_be_0(tmp_path):
+    path = write(tmp_path, "c.jsonl", *({"prompt": "x", "c": c} for c in (0, 1, None)))
+    config = Dataset(name="d", path=path, category_column="c")
+    assert [row.category for row in load_rows(config)] == ["0", "1", "all"]
+    config.categories = ["0"]
+    assert [row.id for row in load_rows(config)] == ["0"]
+
+
+@pytest.mark.parametrize(
+    "key", ["id_column", "category_column", "reference_column", "template", "tests", "head_column"]
+)
+def test_halves_of_characters_are_refused_wherever_they_stand(tmp_path, key):
+    path = write(tmp_path, "h.jsonl", {"prompt": "x", "answer": "y"}, {"prompt": "x", "answer": "\ud800"})
+    value = "{prompt}{answer}" if key in ("template", "tests") else "answer"
+    assert f"dataset.{key}" in (said := one_line(Dataset(name="d", path=path, **{key: value}))) and "row 2" in said
+
+
+def test_messages_that_are_no_text_are_refused(tmp_path):
+    system = write(
+        tmp_path, "s.jsonl", {"prompt": [{"role": "system", "content": 5}, {"role": "user", "content": "x"}]}
+    )
+    assert "system message" in one_line(Dataset(name="d", path=system))
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "y"}]}
+    answer = write(tmp_path, "a.jsonl", {"prompt": [{"role": "user", "content": "x"}, parts]})
+    assert "dataset.reference_column=prompt: row 1" in one_line(
+        Dataset(name="d", path=answer, reference_column="prompt")
+    )
+
+
+def test_damaged_and_hostile_files_are_one_line(tmp_path):
+    whole = gzip.compress(b'{"prompt": "x"}\n' * 50)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[:12] + bytes(8) + whole[20:])
+    assert "cannot be read" in one_line(Dataset(name="d", path=str(tmp_path / "a.jsonl.gz")))
+    (tmp_path / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000)
+    assert "line 1: not JSON" in one_line(Dataset(name="d", path=str(tmp_path / "deep.jsonl")))
+    (tmp_path / "deep.json").write_text('[{"prompt": ' + "[" * 100_000)
+    assert "not JSON" in one_line(Dataset(name="d", path=str(tmp_path / "deep.json")))
+    path = write(tmp_path, "t.jsonl", {"prompt": "x", "d": {"a": 1}})
+    assert "dataset.template" in one_line(Dataset(name="d", path=path, template="{d:>5}"))
+
+
+def test_a_name_of_a_file_is_no_pattern(tmp_path):
+    (tmp_path / "a1.csv").write_text("prompt\nwrong\n")
+    for name in ("a [1].csv", "a*.csv", "a?.csv"):
+        (tmp_path / name).write_text("prompt\nright\n")
+        assert load_rows(Dataset(name="d", path=str(tmp_path / name))) == [Row("0", "right", None)]

@@ -252,3 +252,41 @@ def test_padding_is_left_out_of_the_repetition_penalty(target, draft):
     plain = target.generate(ids, **call)
     with specplug.attach(target, draft, gamma=4) as plugin:
         assert torch.equal(target.generate(ids, **call), plain) and plugin.last.engine == "rounds"
+
+
+ROPE = {
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 40),
+    "longrope": (
+        {"rope_type": "longrope", "factor": 4.0, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+        | {"original_max_position_embeddings": 40},
+        160,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("engine", ["rounds", "lookahead"])
+def test_positions_that_depend_on_the_length(kind, engine):
+    """Their embeddings are chosen by the furthest position of a pass, which drafts move. The incumbent drafts all the same."""
+    parameters, longest = ROPE[kind]
+    model = make_model(rope_parameters={"rope_theta": 1e4, **parameters})
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = longest
+    weights, model = model.state_dict(), type(model)(config).eval()
+    model.load_state_dict(weights)
+    draft, options = noisy_copy(model), {"do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    across = {"max_new_tokens": 60, **options}
+    plain = model.generate(prompt(9), **across)
+    with specplug.attach(model, draft, gamma=3) as plugin:
+        assert torch.equal(model.generate(prompt(9), **across), plain) and plugin.last.engine == "plain"
+        assert "position" in plugin.last.reason
+        for ids, new in ((prompt(9), 31), (prompt(41), 20))[: 1 + (kind == "longrope")]:  # on one side alone
+            served = model.generate(ids, max_new_tokens=new, **options, specplug={"engine": engine})
+            assert plugin.last.num_accepted > 0
+            plugin.detach()
+            assert torch.equal(model.generate(ids, max_new_tokens=new, **options), served)
+            plugin.attach(model)
+    with specplug.attach(model, draft, gamma=3, engine=engine), pytest.raises(ValueError, match="position"):
+        model.generate(prompt(9), **across)
+    if PINNED and kind == "longrope":
+        assert differs(plain, incumbent(lambda: model.generate(prompt(9), assistant_model=draft, **across)))

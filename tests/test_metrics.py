@@ -45,6 +45,10 @@ def test_exact_match():
         ("1/0", "10", 0),
         ("\\boxed{90^\\circ}", "90", 1),
         ("\\boxed{x = 5}", "5", 1),
+        ("\u22125", "-5", 1),
+        ("1" * 5000, "10", 0),
+        ("\\boxed{1" + ",000" * 2000 + "}", "10", 0),
+        ("1" * 5000 + "/3", "10", 0),
     ],
 )
 def test_numeric(answer, reference, score):
@@ -271,3 +275,22 @@ def write_none(folder) -> str:
     file = folder / "none.jsonl"
     file.write_text(json.dumps({"prompt": "x", "answer": None}) + "\n")
     return str(file)
+
+
+def test_a_program_finds_its_own_names():
+    """Type hints, dataclasses and pickle look them up in the module that is called __main__."""
+    source = """
+from __future__ import annotations
+import pickle
+from dataclasses import dataclass, fields
+from typing import ClassVar, get_type_hints
+
+@dataclass
+class Coin:
+    kind: ClassVar[str] = "gold"
+    value: int = 5
+
+assert get_type_hints(Coin)["value"] is int and [each.name for each in fields(Coin)] == ["value"]
+assert pickle.loads(pickle.dumps(Coin(7))) == Coin(7)
+"""
+    assert run_program(source).reason == "passed"

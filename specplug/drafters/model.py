@@ -64,9 +64,10 @@ class Forward:
 
     def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
         """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding."""
-        if self.takes_keep and new.shape[1] > max(
-            num, MAX_WIDTH
-        ):  # of a whole prompt, the last ones' logits are enough
+        # The last ones' logits are enough. A recording has all of them, and is compared with passes that do; what is never
+        # recorded, a prompt among them, may be long.
+        never = padded or self.cache is None or new.shape[1] > MAX_WIDTH
+        if self.takes_keep and never and new.shape[1] > num:
             inputs["logits_to_keep"] = num
         first = self.cache is None
         if self.cache is None:

@@ -81,9 +81,10 @@ def main() -> None:
         source = file.read()
     sys.argv = ["program.py"]
     take_limits(seconds, memory, file_size)
+    module = sys.modules["__main__"] = type(sys)("__main__")  # where dataclasses, pickle and others look for its names
     guard(os.getcwd())
     try:
-        exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
+        exec(compile(source, "program.py", "exec"), vars(module))
         said = "passed"
     except SystemExit:
         said = "ended itself before its tests did"

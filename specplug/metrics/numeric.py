@@ -14,6 +14,7 @@ LONGEST_EXPRESSION = 60  # a longer reference is a solution, whose last number c
 
 def numeric(answer: str, reference: str) -> float:
     """1.0 or 0.0. Raises ValueError if the reference has nothing to compare with."""
+    answer, reference = (text.replace("\u2212", "-") for text in (answer, reference))  # the minus of typeset texts
     expected, given = expected_answer(reference), given_answer(answer)
     if given is None:
         return 0.0
@@ -68,7 +69,10 @@ def value_of(text: str) -> Fraction | None:
     if not NUMBER.fullmatch(plain):
         return None
     above, _, below = plain.replace(",", "").partition("/")
-    return Fraction(above) / Fraction(below) if below and Fraction(below) else None if below else Fraction(above)
+    try:
+        return Fraction(above) / Fraction(below or 1)
+    except (ValueError, ZeroDivisionError):  # more digits than Python reads, as in an answer that repeats itself
+        return None
 
 
 def simplified(text: str) -> str:
