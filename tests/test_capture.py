@@ -135,13 +135,6 @@ def change_forward(model):
     model.model.norm.forward = lambda x: original(x) * 1.5
 
 
-def change_class(model):
-    kind = type(model.model.norm)
-    original = kind.forward
-    kind.forward = lambda self, x: original(self, x) * 1.5
-    return lambda: setattr(kind, "forward", original)
-
-
 def change_number(model):
     model.model.norm.variance_epsilon = 0.5
 
@@ -168,7 +161,6 @@ def change_back_and_forth(model):
         change_module,
         change_hook,
         change_forward,
-        change_class,
         change_number,
         change_config,
         change_mode,
@@ -179,11 +171,9 @@ def test_a_model_that_changes_is_not_replayed_as_it_was(change):
     model = make_model("llama")
     before = run(model, WIDTHS)
     assert recordings(model)
-    undo = change(model)
+    change(model)
     after = run(model, WIDTHS)
     assert same(after, run(model, WIDTHS, "off"))
-    if undo is not None:
-        undo()
     assert change in (change_mode,) or not same(before, after), "the change changes something"
 
 
@@ -200,10 +190,10 @@ def test_what_one_thread_refuses_no_other_uses():
     one, other = torch.zeros(2), torch.ones(2)
     recording = capture.Recording()
     recording.replay = lambda *inputs: [one]
-    recording.check([one], [one])
+    recording.check(1, [one], [one])
     assert recording.ready
-    recording.check([one], [other])
-    recording.check([one], [one])
+    recording.check(1, [one], [other])
+    recording.check(1, [one], [one])
     assert not recording.ready and recording.refused
     assert recording.run([one], []) == [one], "a thread that has begun to use it goes on"
 
