@@ -9,7 +9,7 @@ import inspect
 import logging
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import (
@@ -25,33 +25,28 @@ from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
-from specplug.config import Adaptive, Confidence, Config, Fixed
-from specplug.config import Tree as TreeConfig
+from specplug.config import Config
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter
 from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
-from specplug.noise import Chooser, Keyed, Seed
+from specplug.noise import Chooser, Keyed
 from specplug.schedule import (
     AdaptiveSchedule,
-    ConfidenceSchedule,
     FixedSchedule,
     Schedule,
     TreeSchedule,
     without_tree,
 )
+from specplug.settings import ENGINES, Settings, allowed, make_schedule
 from specplug.stats import Call, Stats
 from specplug.trace import Trace
-from specplug.tree import Dynamic
 from specplug.tree_pass import check_drafter, why_chains
 from specplug.verify import RULE_NAMES
 
 log = logging.getLogger(__name__)
-
-ENGINES = ("auto", "rounds", "lookahead", "plain")
-CALL_SETTINGS = ("gamma", "engine", "seed", "row_ids")
 
 
 class SpeculativeProcessor(LogitsProcessor):
@@ -89,10 +84,10 @@ class SpeculativeProcessor(LogitsProcessor):
             engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
-        self.engine = _allowed("engine", engine, ENGINES)
-        self.verify = _allowed("verify", verify, RULE_NAMES)
-        self.kernel = _allowed("kernel", kernel, kernels.KERNELS)
-        self.graph = _allowed("graph", graph, GRAPHS)
+        self.engine = allowed("engine", engine, ENGINES)
+        self.verify = allowed("verify", verify, RULE_NAMES)
+        self.kernel = allowed("kernel", kernel, kernels.KERNELS)
+        self.graph = allowed("graph", graph, GRAPHS)
         self.record_after: int | None = None  # passes before one is recorded; None is capture.py's own number
         if self.engine == "lookahead" and self.schedule.tree is not None:
             raise ValueError("engine=lookahead drafts no trees; take engine=auto or rounds, or leave the tree out")
@@ -188,7 +183,7 @@ class SpeculativeProcessor(LogitsProcessor):
         processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
         inputs = (input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs)
         try:
-            settings = self._settings(hook.call_settings())
+            settings = Settings(self.schedule, self.engine, None).of_call(hook.call_settings())
             if settings.seed is None:
                 return self._decode(call, settings, None, model, plain, *inputs)
             if not generation_config.do_sample:
@@ -313,19 +308,6 @@ class SpeculativeProcessor(LogitsProcessor):
             raise ValueError(f"engine=rounds cannot draft trees in this call: {reason}. engine=auto drafts chains.")
         self.warn_once(f"drafting chains, not trees: {reason}")
 
-    def _settings(self, given: dict[str, Any] | None) -> "Settings":
-        """The plugin's settings, with those of this call in their place."""
-        settings = Settings(self.schedule, self.engine, None)
-        if given is None:
-            return settings
-        if not isinstance(given, dict) or set(given) - set(CALL_SETTINGS):
-            raise ValueError(f"specplug={given!r}: give a dict with any of: {', '.join(CALL_SETTINGS)}")
-        if "gamma" in given:
-            settings = settings._replace(schedule=FixedSchedule(given["gamma"]))
-        if "engine" in given:
-            settings = settings._replace(engine=_allowed("engine", given["engine"], ENGINES))
-        return settings._replace(seed=Seed.checked(given))
-
     def _meet(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         """Load the draft if it is only named yet, and see that it fits this target."""
         with self._counting:
@@ -359,35 +341,9 @@ def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     return [member.model for member in members if isinstance(member, ModelDrafter)]
 
 
-class Settings(NamedTuple):
-    """What one call is decoded with."""
-
-    schedule: Schedule
-    engine: str
-    seed: Seed | None
-
-
-def _allowed(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
-    return value
-
-
 def _vocab_size(model: PreTrainedModel) -> int:
     size: int = model.config.get_text_config().vocab_size
     return size
-
-
-def make_schedule(config: Config) -> Schedule:
-    schedule = config.schedule
-    if isinstance(schedule, Fixed):
-        return FixedSchedule(schedule.gamma)
-    if isinstance(schedule, Confidence):
-        return ConfidenceSchedule(schedule.gamma, schedule.threshold, schedule.criterion.value)
-    if isinstance(schedule, TreeConfig):
-        return TreeSchedule(schedule.branching or Dynamic(schedule.budget, schedule.depth))
-    assert isinstance(schedule, Adaptive)
-    return AdaptiveSchedule(schedule.max_gamma, schedule.frozen, schedule.tree_depth)
 
 
 def attach(
