@@ -39,7 +39,7 @@ MAX_WIDTH = 64
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.
 USES_BEFORE = 16
-PLAIN = (int, float, bool, str, type(None))
+PLAIN = frozenset((int, float, bool, str, type(None)))
 STOCK = ("torch.nn.", "transformers.", "specplug.")
 # What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
 DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py")
@@ -132,9 +132,14 @@ class Recording:
 
     def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
         """Logits, and keys and values of each layer."""
-        # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise.
-        with torch.jit.optimized_execution(False):
+        # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise. This is
+        # `torch.jit.optimized_execution(False)`, which as a context manager costs more than an operation of a small draft.
+        before = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+        try:
             return list(self.replay(*inputs, *weights))
+        finally:
+            torch._C._set_graph_executor_optimize(before)
 
     def check(self, width: int, replayed: list[Tensor], expected: list[Tensor]) -> None:
         if not self.refused and len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
@@ -279,6 +284,6 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
             return f"{type(module).__name__} is no module of torch or transformers"
         if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{type(module).__name__} is in training, has hooks or a forward of its own"
-        if module._compiled_call_impl is not None or hasattr(module, "parametrizations"):
+        if module._compiled_call_impl is not None or "parametrizations" in module._modules:
             return f"{type(module).__name__} is compiled or parametrized"
     return None

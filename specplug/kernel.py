@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,18 +50,22 @@ def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     modules = [] if kernel == "torch" or torch.get_num_threads() > 1 else _served(*models)
     if modules and isinstance(_compiled(), str):
         modules = []
+    entered: list[nn.Module] = []
     try:
-        for module in modules:
-            _enter(module)
+        with _ENTERING:
+            for module in modules:
+                _enter(module)
+                entered.append(module)
         yield bool(modules)
     finally:
-        for module in modules:
-            _leave(module)
+        with _ENTERING:
+            for module in entered:
+                _leave(module)
 
 
 _ENTERING = threading.Lock()
 # Modules of models that several threads decode with at once: how many of them are inside.
-_INSIDE: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_INSIDE: dict[nn.Module, int] = {}
 
 
 class FewRows(nn.Linear):
@@ -78,18 +81,16 @@ class FewRows(nn.Linear):
 
 
 def _enter(module: nn.Module) -> None:
-    with _ENTERING:
-        _INSIDE[module] = _INSIDE.get(module, 0) + 1
-        module.__class__ = FewRows
+    _INSIDE[module] = _INSIDE.get(module, 0) + 1
+    module.__class__ = FewRows
 
 
 def _leave(module: nn.Module) -> None:
-    with _ENTERING:
-        _INSIDE[module] -= 1
-        if not _INSIDE[module]:
-            del _INSIDE[module]
-            if type(module) is FewRows:
-                module.__class__ = nn.Linear  # type: ignore[assignment]
+    _INSIDE[module] -= 1
+    if not _INSIDE[module]:
+        del _INSIDE[module]
+        if type(module) is FewRows:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _served(*models: Any) -> list[nn.Module]:
@@ -109,7 +110,7 @@ def _serves(module: Any) -> bool:
         and weight.numel() >= MIN_WEIGHTS
         and not module._forward_hooks
         and not module._forward_pre_hooks
-        and not hasattr(module, "parametrizations")
+        and "parametrizations" not in module._modules
     )
 
 

@@ -245,7 +245,7 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"{number(summary['predicted_speedup_with_width'])}x with the cost of the wider pass; "
         f"time outside both models' forward passes: {number(100 * (summary['overhead'] or 0), 1)} % of a round"
     )
-    if summary["seconds_capture"]:
+    if summary["seconds_capture"] >= 0.005:
         lines.append(f"recording passes took {number(summary['seconds_capture'])} s of these runs")
     if summary["errors"]:
         failed = len(summary["errors"])

@@ -88,7 +88,7 @@ class Forward:
         missing = self.request.vocab_size - logits.shape[-1]
         if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits[..., : self.request.vocab_size]
+        return logits if missing == 0 else logits[..., : self.request.vocab_size]
 
     def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
         """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
