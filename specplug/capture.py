@@ -266,6 +266,8 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
     """None if the passes of this model, which has these modules, may be recorded, else the reason."""
     if not (hasattr(torch._C, "_create_graph_by_tracing") and hasattr(torch._C, "_create_function_from_graph")):
         return "this torch cannot record"
+    if model.device.type == "meta":
+        return "its weights are kept elsewhere"
     if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
         return "the call runs under autocast, or with gradients"
     if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:

@@ -198,11 +198,15 @@ def test_what_one_thread_refuses_no_other_uses():
     assert recording.run([one], []) == [one], "a thread that has begun to use it goes on"
 
 
-@pytest.mark.parametrize("which", ["training", "autocast", "gradients", "layer of somebody else's", "mode"])
+@pytest.mark.parametrize(
+    "which", ["training", "autocast", "gradients", "layer of somebody else's", "mode", "offloaded"]
+)
 def test_what_is_not_recorded_says_why(which):
     model = make_model("llama")
     with torch.no_grad():
         assert why_not(model) is None
+        if which == "offloaded":
+            model.to("meta")
         if which == "training":
             model.model.layers[0].train()
         if which == "layer of somebody else's":
