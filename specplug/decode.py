@@ -178,9 +178,9 @@ def decode(
     capture = capture or Capture()
     plan = schedule.start(1, drafter.costs_nothing)
     stop_drafting = None
-    if input_ids.device.type == "cpu" and isinstance(
-        plan, AdaptivePlan
-    ):  # elsewhere each question would wait for the device
+    # Only of a drafter that asks before each draft; and elsewhere than on the CPU each question would wait for the device.
+    asks = input_ids.device.type == "cpu" and getattr(drafter, "asks", False)
+    if asks and isinstance(plan, AdaptivePlan):
         stop_drafting = plan.use_judge()
     request = Request(
         do_sample and noise is None,

@@ -96,3 +96,15 @@ def test_a_draft_is_asked_before_each_token(options):
             model.generate(prompt(seed=seed), max_new_tokens=50, **options)
         assert plugin.stats.num_draft_tokens > 0
     assert sum(schedule.states[1].sureness.tested) > 0
+
+
+@pytest.mark.parametrize("draft", ["lookup", "chain"])
+def test_who_does_not_ask_is_not_judged(draft):
+    """A chain's lookup would propose as many as it may, and nobody would stop it."""
+    model = make_model("llama")
+    schedule = AdaptiveSchedule(6)
+    named = "lookup" if draft == "lookup" else ["lookup", noisy_copy(model)]
+    with specplug.attach(model, named, schedule=schedule):
+        for seed in range(3):
+            model.generate(prompt(seed=seed), max_new_tokens=50, do_sample=False)
+    assert sum(schedule.states[1].sureness.tested) == 0

@@ -32,6 +32,7 @@ class CrossVocabDrafter(ModelDrafter):
     """
 
     name = "cross_vocab"
+    asks = False  # its drafts are not always the target's one by one
     same_vocabulary = False
     drafts_trees = False
 

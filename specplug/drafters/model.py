@@ -27,6 +27,7 @@ class ModelDrafter:
     costs_nothing = False
     same_vocabulary = True  # a token id means the same to draft and target
     drafts_trees = True
+    asks = True  # before each draft, whether it is worth its price, where there is somebody to ask
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
