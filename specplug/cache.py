@@ -1,4 +1,4 @@
-"""The key-value cache of transformers: its name, whether it can be rolled back, rolling it back.
+"""The key-value cache of transformers: its name, whether it can be rolled back, rolling it back, room to write into.
 
 transformers 5.24 renamed the argument of `forward` and the field of its outputs from `past_key_values` to `cache`; both
 are served here and nowhere else.
@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 NAME = "cache" if Version(__version__) >= Version("5.24.0.dev0") else "past_key_values"
 CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+ROOM = 64  # positions at least that a layer which is out of room gets
 
 
 def get_cache(outputs_or_kwargs: Mapping[str, Any]) -> Any:
@@ -44,9 +45,67 @@ def why_not_croppable(cache: Any) -> str | None:
     return None
 
 
-def prepare_for_crop(cache: DynamicCache) -> None:
-    """To be called once, after the prompt: sliding-window layers keep what a later `crop` may need."""
+class RoomyLayer(DynamicLayer):
+    """A full layer with room behind what it holds. New positions are written there, where transformers' layer copies all of the
+    text at each pass; to take some back, the views `keys` and `values`, (B, H, T, D), are made shorter.
+
+    Room is added by chunks that grow with the text, so a short text does not pay for a long maximum.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.replaced, self.keys, self.values = layer, layer.keys, layer.values
+        self.device, self.is_initialized = layer.keys.device, True
+        self._rooms: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        old = self.keys.shape[-2]
+        self.lengthen(key_states.shape[-2])
+        self.keys[..., old:, :] = key_states
+        self.values[..., old:, :] = value_states
+        return self.keys, self.values
+
+    def lengthen(self, width: int) -> None:
+        """Have so many more positions, in which anything may stand."""
+        held, length = (self.keys, self.values), self.keys.shape[-2]
+        if not self._has_room(length + width):
+            room = length + width + max(ROOM, length // 4)
+            self._rooms = tuple(each.new_empty((*each.shape[:2], room, each.shape[3])) for each in held)
+            for room_of, each in zip(self._rooms, held, strict=True):
+                room_of[:, :, :length] = each
+        self.keys, self.values = (each[:, :, : length + width] for each in self._rooms)
+
+    def _has_room(self, length: int) -> bool:
+        """Also false where somebody has put other tensors in the place of ours."""
+        return (
+            bool(self._rooms)
+            and length <= self._rooms[0].shape[2]
+            and self.keys.data_ptr() == self._rooms[0].data_ptr()
+            and self.values.data_ptr() == self._rooms[1].data_ptr()
+        )
+
+    def keep(self, width: int, places: list[int]) -> None:
+        """See `keep` below: those that stay are moved to the front of the last `width` positions."""
+        first = self.keys.shape[-2] - width
+        index = (first + torch.tensor(places, dtype=torch.long)).to(self.keys.device)
+        with torch.inference_mode():  # where a draft's keys and values were made
+            for each in (self.keys, self.values):
+                each[:, :, first : first + len(places)] = each.index_select(2, index)
+        self.keys, self.values = (each[:, :, : first + len(places)] for each in (self.keys, self.values))
+
+
+def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
+    """To be called once, after the prompt: sliding-window layers keep what a later `crop` may need. `roomy`: full layers get
+    room to write into."""
     cache.activate_past_recording()
+    if roomy:
+        layers: list[Any] = cache.layers
+        cache.layers = [
+            RoomyLayer(each) if type(each) is DynamicLayer and each.is_initialized else each for each in layers
+        ]
 
 
 def crop(cache: DynamicCache, tokens_to_remove: int) -> None:
@@ -64,7 +123,9 @@ def keep(cache: DynamicCache, width: int, places: list[int]) -> None:
         return
     layers: list[Any] = cache.layers
     for layer in layers:
-        if layer.is_initialized:
+        if isinstance(layer, RoomyLayer):
+            layer.keep(width, places)
+        elif layer.is_initialized:
             first = layer.keys.shape[-2] - width
             index = torch.cat([torch.arange(first), first + torch.tensor(places)]).to(layer.keys.device)
             layer.keys, layer.values = layer.keys.index_select(-2, index), layer.values.index_select(-2, index)
@@ -72,9 +133,13 @@ def keep(cache: DynamicCache, width: int, places: list[int]) -> None:
 
 def finish(cache: DynamicCache) -> None:
     """Undo `prepare_for_crop`, so that a cache handed back behaves as plain decoding would have left it."""
-    for layer in cache.layers:
+    for place, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.record_past = False
+        elif isinstance(layer, RoomyLayer):
+            plain = layer.replaced
+            plain.keys, plain.values = layer.keys, layer.values
+            cache.layers[place] = plain
 
 
 def align(cache: DynamicCache, remove: Tensor, length: int) -> None:

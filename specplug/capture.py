@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
-from specplug.cache import NAME
+from specplug.cache import NAME, RoomyLayer
 from specplug.config import first_line
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ USES_BEFORE = 16
 PLAIN = frozenset((int, float, bool, str, type(None)))
 STOCK = ("torch.nn.", "transformers.", "specplug.")
 # What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
-DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py")
+DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py", "specplug/attention.py")
 
 
 class Capture:
@@ -85,20 +85,22 @@ class Passes:
         mask = None if inputs[2] is inputs[1] else inputs[2].dtype
         recording = self._recordings[mask, torch.is_inference_mode_enabled()]
         if width in recording.ready:
-            logits, *held = recording.run(inputs, self._weights)
-            for layer, keys, values in zip(cache.layers, held[::2], held[1::2], strict=True):
-                layer.keys, layer.values = keys, values
-            return logits
+            for layer in cache.layers:
+                layer.lengthen(width)
+            return recording.run([*inputs, *_held(cache)], self._weights)
         started = time.perf_counter()
         replayed = None
         recording.uses += 1
         if recording.uses > self._capture.uses_before and not recording.refused:
-            replayed = recording.prepare(self._model, inputs, self._weights)
+            aside = [
+                torch.nn.functional.pad(each, (0, 0, 0, width)) for each in _held(cache)
+            ]  # that a mistake may spoil
+            replayed = recording.prepare(self._model, [*inputs, *aside], self._weights)
         over = time.perf_counter()
         logits = ordinary()
         self._capture.seconds += over - started
         if replayed is not None:
-            recording.check(width, replayed, [logits, *_held(cache)])
+            recording.check(width, [replayed, *aside], [logits, *_held(cache)])
         return logits
 
 
@@ -115,9 +117,10 @@ class Recording:
         self.ready: set[int] = set()  # widths at which it was right
         self.refused = False
 
-    def prepare(self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor] | None:
+    def prepare(self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor | None:
         """Record, or return a replay that is to be compared."""
-        here = inputs[0].shape[1], inputs[-1].shape[-2]
+        width = inputs[0].shape[1]
+        here = width, inputs[-1].shape[-2] - width
         with RECORDING:
             try:
                 if self.refused:  # by another thread
@@ -130,14 +133,15 @@ class Recording:
                 self._refuse(f"{type(model).__name__}: {first_line(error)}")
             return None
 
-    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> list[Tensor]:
-        """Logits, and keys and values of each layer."""
+    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor:
+        """Logits; keys and values of each layer are in the inputs then."""
         # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise. This is
         # `torch.jit.optimized_execution(False)`, which as a context manager costs more than an operation of a small draft.
         before = torch._C._get_graph_executor_optimize()
         torch._C._set_graph_executor_optimize(False)
         try:
-            return list(self.replay(*inputs, *weights))
+            logits: Tensor = self.replay(*inputs, *weights)
+            return logits
         finally:
             torch._C._set_graph_executor_optimize(before)
 
@@ -153,7 +157,7 @@ class Recording:
 
 
 class GivenLayer(DynamicLayer):
-    """A layer of which the keys and values are inputs of the recording.
+    """A layer of which the keys and values are inputs of the recording, with room at their end for what the pass adds.
 
     Its length is a plain number, as it is outside a recording: transformers takes it to see that one position needs no mask.
     """
@@ -170,21 +174,22 @@ class GivenLayer(DynamicLayer):
         return self.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
+        width = key_states.shape[-2]
+        self.keys[..., -width:, :].copy_(key_states)
+        self.values[..., -width:, :].copy_(value_states)
         return self.keys, self.values
 
 
 def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
-    """A function of `inputs`, see `_inputs`, and of the weights, that returns logits and what the cache holds then.
+    """A function of `inputs`, see `_inputs`, with keys and values of each layer, and of the weights, that returns logits.
 
     Raises ValueError if the model decides anything by what it sees. The weights are inputs as well, so that a recording
     stays right where they are replaced by others.
     """
-    masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2]
+    masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2] - inputs[0].shape[1]
     names, weights = zip(*model.named_parameters(), strict=True)
 
-    def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
         past, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
         cache = DynamicCache(config=model.config)
         cache.layers = [GivenLayer(*each, length) for each in zip(past[::2], past[1::2], strict=True)]
@@ -197,8 +202,8 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
             NAME: cache,
         }
         with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
-            outputs: Any = model(**arguments)
-        return outputs.logits, *_held(cache)
+            logits: Tensor = model(**arguments).logits
+        return logits
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -212,24 +217,24 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
 
 
 def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """ids (1, W), their positions, what each may look at, and keys and values of each layer in turn, (1, H, T, D) each."""
-    past = _held(cache)
+    """ids (1, W), their positions, and what each may look at of the T positions in the cache and of these."""
     if given is not None:
-        return [ids, given["position_ids"], given["attention_mask"], *past]
-    width, length = ids.shape[1], past[0].shape[-2]
+        return [ids, given["position_ids"], given["attention_mask"]]
+    width, length = ids.shape[1], cache.layers[0].keys.shape[-2]
     positions = torch.arange(length, length + width, device=ids.device)[None]
     if width == 1:  # may look at everything: no mask, and something in its place
-        return [ids, positions, positions, *past]
+        return [ids, positions, positions]
     # Each may look at itself and at what is before it.
     seen = torch.ones((width, length + width), dtype=torch.bool, device=ids.device).tril_(length)
-    return [ids, positions, seen[None, None], *past]
+    return [ids, positions, seen[None, None]]
 
 
 def _served(cache: Any) -> bool:
-    return bool(cache.layers) and all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers)
+    return bool(cache.layers) and all(type(layer) is RoomyLayer for layer in cache.layers)
 
 
 def _held(cache: Any) -> list[Tensor]:
+    """Keys and values of each layer in turn, (1, H, T, D) each."""
     return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
@@ -259,7 +264,9 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
 
 def _plain(holder: Any) -> list[Any]:
     """Values that a recording has as constants, as the epsilon of a norm is."""
-    return [value for value in vars(holder).values() if type(value) in PLAIN]
+    values = vars(holder)
+    kind = getattr(values.get("config"), "_attn_implementation", None)  # which attention.py may have changed
+    return [kind, *(value for value in values.values() if type(value) in PLAIN)]
 
 
 def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:

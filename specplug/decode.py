@@ -202,7 +202,7 @@ def decode(
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
-    caches.prepare_for_crop(cache)
+    caches.prepare_for_crop(cache, roomy=True)
     safely = Safely(stats, noise)
     passes = (capture if _starts_at_zero(model_kwargs, text.ids.shape[1]) else Capture()).passes(model)
     first, stop, began, captured = True, False, time.perf_counter(), 0.0

@@ -82,7 +82,7 @@ class Lookahead:
 
     def after_prefill(self, outputs: Any = None) -> None:
         """The prompt is in the cache: from here on, one-token steps are answered."""
-        caches.prepare_for_crop(self.cache)
+        caches.prepare_for_crop(self.cache, roomy=True)
         self.began = True
         if self.trace is not None:
             self.trace.looked_ahead(0, False, None, torch.empty(0), self.processors)

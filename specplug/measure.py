@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from specplug import attention
 from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.capture import Capture
 from specplug.config import Config, Walk, first_line
@@ -182,13 +183,15 @@ def measure_passes(
     """Median seconds, interleaved: of target passes by their width; of a step of the target as transformers runs it; of a
     draft step, for a lookup of one proposal."""
 
-    def prepared(which: PreTrainedModel, width: int, kernel: str, graph: str) -> Callable[[], float]:
+    def prepared(
+        which: PreTrainedModel, width: int, kernel: str, graph: str, roomy: bool = True
+    ) -> Callable[[], float]:
         cache = DynamicCache(config=which.config)
         # A draft with another tokenizer may have fewer tokens; any will do.
         text = ids.to(which.device) % which.config.get_text_config().vocab_size
         with torch.no_grad():
             which(input_ids=text, use_cache=True, **{NAME: cache})
-        prepare_for_crop(cache)
+        prepare_for_crop(cache, roomy)
         new = text[:, -1:].expand(1, width).contiguous()
 
         def ordinary() -> Tensor:
@@ -197,7 +200,8 @@ def measure_passes(
 
         def once() -> float:
             # As each is run in a round.
-            with swapped(kernel, which), torch.inference_mode() if which is not model else torch.no_grad():
+            mode = torch.inference_mode() if which is not model else torch.no_grad()
+            with swapped(kernel, which), attention.swapped(kernel, which), mode:
                 passes = Capture(graph, uses_before=0).passes(which)
                 synchronize(which)
                 started = time.perf_counter()
@@ -222,7 +226,7 @@ def measure_passes(
     draft_step = prepared(drafter.model, 1, kernel, graph) if isinstance(drafter, ModelDrafter) else propose
     # As in a round: the draft's steps come in a row, and find its weights in the processor's cache after the first.
     passes = [*((prepared(model, width, kernel, graph), 1) for width in sorted(set(widths)))]
-    passes += [(prepared(model, 1, "torch", "off"), 1), (draft_step, max(gamma, 1))]
+    passes += [(prepared(model, 1, "torch", "off", roomy=False), 1), (draft_step, max(gamma, 1))]
     seconds: list[list[float]] = [[] for _ in passes]
     for _ in range(repeats):
         for k, (one, in_a_row) in enumerate(passes):

@@ -3,12 +3,14 @@
 The hook into `model.generate` is in hook.py; the two forms without attach are in carrier.py.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from specplug import carrier, hook
+from specplug import attention, carrier, hook
 from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
@@ -224,12 +226,12 @@ class SpeculativeProcessor(LogitsProcessor):
                 self._say_chains(settings, reason)
                 schedule = without_tree(schedule)
                 call.reason = f"{call.reason}; chains, not trees: {reason}"
-        linear = functools.partial(kernels.swapped, self.kernel, model, *models_of(self.drafter))
+        computed = functools.partial(_quicker, self.kernel, model, *models_of(self.drafter))
         common: Any = {"drafter": self.drafter, "schedule": schedule, "stats": call}
         if call.engine == "rounds":
             inputs = (input_ids, processors, criteria, config)
             common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
-            with linear(), model._optimize_model_for_decode():
+            with computed(), model._optimize_model_for_decode():
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
                 return decode(
@@ -262,7 +264,7 @@ class SpeculativeProcessor(LogitsProcessor):
             **common,
         )
         try:
-            with linear(), hook.intercepted(model, lookahead.cache, lookahead):
+            with computed(), hook.intercepted(model, lookahead.cache, lookahead):
                 return loop()
         finally:
             lookahead.finish()
@@ -341,6 +343,13 @@ def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     return [member.model for member in members if isinstance(member, ModelDrafter)]
 
 
+@contextlib.contextmanager
+def _quicker(kernel: str, *models: PreTrainedModel) -> Iterator[None]:
+    """Within it, passes over a few positions cost about what one position costs, where that can be had."""
+    with kernels.swapped(kernel, *models), attention.swapped(kernel, *models):
+        yield
+
+
 def _vocab_size(model: PreTrainedModel) -> int:
     size: int = model.config.get_text_config().vocab_size
     return size
@@ -376,8 +385,9 @@ def attach(
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
             "lookahead" also gives equal ids under the same seed when sampling.
         kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
-            positions of a pass, see kernel.py; "torch" keeps torch's, "numba" raises where ours cannot be had. As a logits processor
-            the plugin leaves linear layers as they are.
+            positions of a pass, see kernel.py, and on any device attention of a few positions is packed, see attention.py; "torch"
+            keeps torch's and transformers', "numba" raises where our layer cannot be had. As a logits processor the plugin leaves
+            modules as they are.
         graph: "capture" records passes of one sequence that come up again and again, and replays them without Python, see
             capture.py; "off" does not. Results are the same.
         config: a `Config` from `specplug.load()`, for what is not given here.

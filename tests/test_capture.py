@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, Mixt
 
 import specplug
 from specplug import capture
-from specplug.cache import NAME
+from specplug.cache import NAME, prepare_for_crop
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,7 @@ def run(model, widths, graph="capture"):
     cache, found = DynamicCache(config=model.config), []
     with torch.no_grad():
         model(input_ids=prompt(9), use_cache=True, **{NAME: cache})
+        prepare_for_crop(cache, roomy=graph == "capture")  # the others copy the text at each pass, as transformers does
         passes = capture.Capture(graph).passes(model)
         for number, width in enumerate(widths):
             ids = prompt(width, seed=number)
@@ -101,7 +102,7 @@ def test_a_replay_that_differs_is_not_used(monkeypatch):
 
     def wrong(model, inputs):
         recorded = original(model, inputs)
-        return lambda *inputs: (recorded(*inputs)[0] + 1e-6, *recorded(*inputs)[1:])
+        return lambda *inputs: recorded(*inputs) + 1e-6
 
     monkeypatch.setattr(capture, "record", wrong)
     model = make_model("llama")

@@ -85,7 +85,7 @@ class Forward:
         self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
         self.num_steps += 1
         if first:
-            prepare_for_crop(self.cache)
+            prepare_for_crop(self.cache, roomy=not padded)
         missing = self.request.vocab_size - logits.shape[-1]
         if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
