@@ -22,14 +22,17 @@ from transformers import (
 
 from specplug import cache as caches
 from specplug import warp
+from specplug.capture import Capture
 from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
+from specplug.fixed import FixedPasses, to_device
+from specplug.fixed import why_not as why_not_fixed
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed
 from specplug.round import Text
 from specplug.schedule import Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
-from specplug.verify import RULES, chain, verify_greedy, verify_walk
+from specplug.verify import RULES, chain, checked, verify_greedy, verify_walk
 
 # Criteria that judge each row by itself, whatever the others are.
 ROWWISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -93,6 +96,7 @@ def decode_batch(
     rule: str = "block",
     keyed: Keyed | None = None,
     synchronize: bool = False,
+    capture: Capture | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
     """Generate for (B, T) ids; counts, one round a row and pass, go to `stats`. Returns (B, T + new), padded on the right.
@@ -122,6 +126,12 @@ def decode_batch(
     stats.num_prefill_tokens += len(rows)
     started = now()
 
+    capture = capture or Capture()
+    fixed: FixedPasses | None = None
+    if why_not_fixed(model, capture.graph) is None and model_kwargs.get("token_type_ids") is None:
+        fixed = capture.fixed(model)
+        fixed.fill(cache, padding)
+    held = list(rows)  # rows in the cache
     for_draft = warp.for_draft(logits_processor, len(rows))
     drawn = do_sample and keyed is None
     request = Request(
@@ -132,23 +142,24 @@ def decode_batch(
         schedule.criterion,
         time_forward=synchronize,
         noise=keyed,
+        capture=capture,
     )
     session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
     safely = Safely(stats, keyed)
-    caches.prepare_for_crop(cache)
+    if fixed is None:
+        caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
-    slots, first, began = input_ids.shape[1], True, time.perf_counter()  # slots: positions in the cache
+    slots, first, began, captured = input_ids.shape[1], True, time.perf_counter(), 0.0  # slots: positions in the cache
     try:
         while True:
             lengths = [proposals.lengths[row.index] for row in active]
             width = logits.shape[1]
-            num_accepted, next_token = _verify(
+            num_accepted, next_token, drafts = _verify(
                 active, proposals, lengths, logits, logits_processor, do_sample, rule, keyed
             )
             going_on, committed, made = [], [], []
             for i, row in enumerate(active):
-                drafts = proposals.tokens[row.index, : num_accepted[i]].tolist()
-                num_tokens, stopped = _commit(row, [*drafts, next_token[i]], stopping)
+                num_tokens, stopped = _commit(row, [*drafts[i][: num_accepted[i]], next_token[i]], stopping)
                 kept = min(num_accepted[i], num_tokens)
                 if first:
                     stats.num_new_tokens += 1
@@ -161,18 +172,23 @@ def decode_batch(
                     going_on.append(i)
             over = time.perf_counter()
             if not first:
-                plan.observe(made, sum(committed) / len(committed), over - began)
-            began = over
+                seconds = over - began - (capture.seconds - captured)
+                plan.observe(made, sum(committed) / len(committed), seconds)
+            began, captured = over, capture.seconds
             if not going_on:
                 break
 
-            # Rows that are finished leave; the others drop what was rejected and are aligned again.
-            if len(going_on) < len(active):
-                caches.select(cache, going_on)
-                active = [active[i] for i in going_on]
-            remove = torch.tensor([0 if first else width - committed[i] for i in going_on])
-            slots = max(row.length for row in active) - 1
-            caches.align(cache, remove, slots)
+            # Rows that are finished leave; the others drop what was rejected.
+            active = [active[i] for i in going_on]
+            if fixed is None:  # and are aligned again
+                if len(going_on) < len(committed):
+                    caches.select(cache, going_on)
+                remove = torch.tensor([0 if first else width - committed[i] for i in going_on])
+                slots = max(row.length for row in active) - 1
+                caches.align(cache, remove, slots)
+            elif 2 * len(active) <= len(held):  # graphs are for so many rows, so not each time that one leaves
+                fixed.select([held.index(row) for row in active])
+                held = list(active)
             first = False
 
             room = stopping.room(min(row.text.ids.shape[1] for row in active))
@@ -184,12 +200,16 @@ def decode_batch(
                 proposals = safely(lambda: session.propose(texts, gamma, indices), nothing, ends)  # noqa: B023
             proposals = proposals.trimmed(plan)
             width = max(proposals.lengths[row.index] for row in active) + 1
-            inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
-            forward = now()
-            outputs = model(**inputs, return_dict=True)
-            stats.seconds_target += now() - forward
-            logits = outputs.logits[:, -width:].float()  # (A, G + 1, V)
+            forward, before = now(), capture.seconds
+            if fixed is not None:
+                logits = _fixed_pass(fixed, held, active, proposals, width)
+            else:
+                inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
+                logits = model(**inputs, return_dict=True).logits[:, -width:].float()  # (A, G + 1, V)
+            stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
+        capture.close()
+        stats.seconds_capture += capture.seconds
         caches.finish(cache)
         stats.seconds_rounds += now() - started
         stats.num_draft_steps += session.num_steps
@@ -206,10 +226,9 @@ def _verify(
     do_sample: bool,
     rule: str,
     keyed: Keyed | None,
-) -> tuple[list[int], list[int]]:
-    """Accepted drafts and next token of each active row, from (A, G + 1, V) logits. One host read."""
-    indices = [row.index for row in active]
-    tokens = proposals.tokens[indices, : logits.shape[1] - 1]  # (A, G)
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Accepted drafts, next token and all drafts of each active row, from (A, G + 1, V) logits. One host read."""
+    tokens = _of_active(proposals.tokens, active)[:, : logits.shape[1] - 1]  # (A, G)
     if warp.all_pointwise(processors):
         flat = logits.reshape(1, -1, logits.shape[-1])
         scores = warp.process_at_once(processors, active[0].text.ids, tokens[:1, :0], flat).view_as(logits)
@@ -224,19 +243,26 @@ def _verify(
         )
     if keyed is not None:
         return _walk(active, tokens, lengths, warp.to_probs(scores), keyed)
-    num_drafts = torch.tensor(lengths, device=logits.device)
+    num_drafts = None if set(lengths) == {tokens.shape[1]} else to_device(lengths, logits.device)
     if do_sample:
-        probs = None if proposals.probs is None else proposals.probs[indices, : tokens.shape[1]]
+        probs = None if proposals.probs is None else _of_active(proposals.probs, active)[:, : tokens.shape[1]]
         verified = RULES[rule](tokens, probs, warp.to_probs(scores), num_drafts=num_drafts)
     else:
         verified = verify_greedy(tokens, scores, num_drafts)
-    num_accepted, next_token = torch.stack(list(verified)).tolist()
-    return num_accepted, next_token
+    read = torch.cat([torch.stack(list(verified), dim=1), tokens], dim=1).tolist()  # (A, 2 + G)
+    return [row[0] for row in read], checked([row[1] for row in read]), [row[2:] for row in read]
+
+
+def _of_active(values: Tensor, active: list[Row]) -> Tensor:
+    """(B, ...) -> (A, ...)"""
+    if len(active) == len(values):
+        return values
+    return values[to_device([row.index for row in active], values.device)]
 
 
 def _walk(
     active: list[Row], tokens: Tensor, lengths: list[int], probs: Tensor, keyed: Keyed
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[int], list[list[int]]]:
     """The walk rule for each row, from (A, G) drafts and (A, G + 1, V) probabilities: the noise is there for all positions."""
     places = [(i, node) for i, num_drafts in enumerate(lengths) for node in range(num_drafts + 1)]
     at = torch.tensor(places, device=probs.device)
@@ -244,11 +270,12 @@ def _walk(
     indices, ends = [active[i].index for i, _ in places], [active[i].length + node for i, node in places]
     drawn = dict(zip(places, keyed.choose(indices, ends, flat).tolist(), strict=True))
     num_accepted, next_token = [], []
-    for i, drafts in enumerate(tokens.tolist()):
+    read = tokens.tolist()
+    for i, drafts in enumerate(read):
         *kept, last = verify_walk(chain(drafts[: lengths[i]]), lambda node: drawn[i, node])  # noqa: B023
         num_accepted.append(len(kept))
         next_token.append(last.token)
-    return num_accepted, next_token
+    return num_accepted, next_token, read
 
 
 def _commit(row: Row, tokens: list[int], stopping: Stopping) -> tuple[int, bool]:
@@ -258,6 +285,18 @@ def _commit(row: Row, tokens: list[int], stopping: Stopping) -> tuple[int, bool]
         if stopping.should_stop(row.text.ids, token, None):
             return count, True
     return len(tokens), False
+
+
+def _fixed_pass(fixed: FixedPasses, held: list[Row], active: list[Row], proposals: RowProposals, width: int) -> Tensor:
+    """(A, W, V) logits of the last committed token of each row and the drafts behind it. Rows that are finished are still in
+    the cache, and are given something."""
+    tail = proposals.tokens[:, : width - 1]
+    last = torch.cat([row.text.ids[:, -1:] for row in held])  # (R, 1)
+    own = _of_active(tail, held)
+    going_on = {row.index for row in active}
+    starts = [row.length - 1 if row.index in going_on else 0 for row in held]
+    logits = fixed(torch.cat([last, own], dim=1), starts)
+    return logits if len(active) == len(held) else logits[fixed.indices([held.index(row) for row in active])]
 
 
 def _target_inputs(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specplug import theory
 from specplug.stats import Stats, ratio
-from specplug.verify import Verified, sample
+from specplug.verify import Verified, sample_by_inversion
 
 PLAIN, ASSISTED, STATIC, OWN, ADAPTIVE = (
     "transformers",
@@ -60,7 +60,7 @@ def verify_synthetic(
         kept &= torch.arange(kept.shape[1], device=kept.device) < num_drafts[:, None]
     num_accepted = kept.long().cumprod(-1).sum(-1)  # (B,)
     rows = torch.arange(len(kept), device=kept.device)
-    return Verified(num_accepted, sample(target_probs[rows, num_accepted], generator))
+    return Verified(num_accepted, sample_by_inversion(target_probs[rows, num_accepted], generator))
 
 
 def summarize(

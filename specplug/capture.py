@@ -31,10 +31,11 @@ from transformers.generation import GenerationMixin
 
 from specplug.cache import NAME, RoomyLayer
 from specplug.config import first_line
+from specplug.fixed import FixedPasses
 
 log = logging.getLogger(__name__)
 
-GRAPHS = ("capture", "off")
+GRAPHS = ("capture", "compile", "off")
 MAX_WIDTH = 64
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.
@@ -42,22 +43,36 @@ USES_BEFORE = 16
 PLAIN = frozenset((int, float, bool, str, type(None)))
 STOCK = ("torch.nn.", "transformers.", "specplug.")
 # What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
-DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py", "specplug/attention.py")
+DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py", "specplug/packed.py")
 
 
 class Capture:
-    """What one call spends on recordings, for all its models.
+    """What one call has recorded or captured, for all its models, and what that took.
 
-    Args: `graph`, one of GRAPHS; how many passes of a kind there have to be before one is recorded.
+    Args: `graph`, one of GRAPHS; how many passes of a kind there have to be before one is recorded or captured, None for as many
+    as make it likely to be repaid.
     """
 
     def __init__(self, graph: str = "off", uses_before: int | None = None) -> None:
         self.graph = graph
-        self.uses_before = USES_BEFORE if uses_before is None else uses_before
+        self.uses_before = uses_before
         self.seconds = 0.0  # not those of any pass
+        self._opened: list[FixedPasses] = []
 
     def passes(self, model: PreTrainedModel) -> "Passes":
         return Passes(self, model)
+
+    def fixed(self, model: PreTrainedModel) -> FixedPasses:
+        """Passes at fixed shapes, until `close`."""
+        self._opened.append(FixedPasses(model, self.graph, self.uses_before, self._spend))
+        return self._opened[-1]
+
+    def _spend(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def close(self) -> None:
+        while self._opened:
+            self._opened.pop().close()
 
 
 class Passes:
@@ -65,6 +80,7 @@ class Passes:
 
     def __init__(self, capture: Capture, model: PreTrainedModel) -> None:
         self._capture, self._model = capture, model
+        self._uses_before = USES_BEFORE if capture.uses_before is None else capture.uses_before
         self._recordings: dict[Any, Recording] | None = None
         if capture.graph == "capture":
             with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
@@ -91,7 +107,7 @@ class Passes:
         started = time.perf_counter()
         replayed = None
         recording.uses += 1
-        if recording.uses > self._capture.uses_before and not recording.refused:
+        if recording.uses > self._uses_before and not recording.refused:
             aside = [
                 torch.nn.functional.pad(each, (0, 0, 0, width)) for each in _held(cache)
             ]  # that a mistake may spoil
@@ -265,7 +281,7 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
 def _plain(holder: Any) -> list[Any]:
     """Values that a recording has as constants, as the epsilon of a norm is."""
     values = vars(holder)
-    kind = getattr(values.get("config"), "_attn_implementation", None)  # which attention.py may have changed
+    kind = getattr(values.get("config"), "_attn_implementation", None)  # which packed.py may have changed
     return [kind, *(value for value in values.values() if type(value) in PLAIN)]
 
 

@@ -119,6 +119,7 @@ class Graph(Enum):
     """Whether passes that come up again and again are recorded and replayed."""
 
     capture = "capture"
+    compile = "compile"
     off = "off"
 
 

@@ -18,6 +18,8 @@ from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
+from specplug.fixed import FixedPasses
+from specplug.fixed import why_not as why_not_fixed
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
 from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order, verify_in_tree
@@ -176,6 +178,10 @@ def decode(
         noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
         verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
     capture = capture or Capture()
+    fixed: FixedPasses | None = None
+    if schedule.tree is None and why_not_fixed(model, capture.graph) is None and _usual(model_kwargs, hidden, text):
+        fixed = capture.fixed(model)
+        fixed.fill(cache, [hidden], _room(stopping, text.ids.shape[1] - hidden))
     plan = schedule.start(1, drafter.costs_nothing)
     stop_drafting = None
     # Only of a drafter that asks before each draft; and elsewhere than on the CPU each question would wait for the device.
@@ -188,7 +194,7 @@ def decode(
         outputs.logits.shape[-1],
         schedule.min_confidence,
         schedule.criterion,
-        cache,
+        cache if fixed is None else None,
         synchronize,
         noise,
         judge=stop_drafting,
@@ -202,9 +208,11 @@ def decode(
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
-    caches.prepare_for_crop(cache, roomy=True)
+    if fixed is None:
+        caches.prepare_for_crop(cache, roomy=True)
     safely = Safely(stats, noise)
-    passes = (capture if _starts_at_zero(model_kwargs, text.ids.shape[1]) else Capture()).passes(model)
+    recorded = fixed is None and _starts_at_zero(model_kwargs, text.ids.shape[1])
+    passes = (capture if recorded else Capture()).passes(model)
     first, stop, began, captured = True, False, time.perf_counter(), 0.0
     try:
         while True:
@@ -237,7 +245,8 @@ def decode(
             else:
                 stats.count_round(num_drafts, num_accepted, rejected, num_tokens, proposal.depth)
                 # The pass added one position for the last token and one per draft; each token committed keeps one.
-                caches.keep(cache, num_drafts + 1, places)
+                if fixed is None:
+                    caches.keep(cache, num_drafts + 1, places)
                 if request.tree:
                     session.observe_path(places[1:])
                 else:
@@ -268,14 +277,20 @@ def decode(
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
             width = proposal.tokens.shape[1] + 1
             drafted, tree = torch.cat([text.ids, proposal.tokens], dim=1), proposal.tree
-            ordinary = functools.partial(_pass, model, drafted, width, model_kwargs, tree)
             forward, before = now(), capture.seconds
             ids = drafted[:, -width:]
-            given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
-            logits = passes(ids, cache, ordinary, given)
+            if fixed is not None:
+                logits = fixed(ids, [text.ids.shape[1] - hidden - 1])
+            else:
+                ordinary = functools.partial(_pass, model, drafted, width, model_kwargs, tree)
+                given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
+                logits = passes(ids, cache, ordinary, given)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
+        if fixed is not None:
+            fixed.cache.give_back(cache, text.ids.shape[1] - 1 - hidden, hidden)
+        capture.close()
         caches.finish(cache)
         stats.seconds_rounds += now() - started
         stats.seconds_capture += capture.seconds
@@ -298,6 +313,24 @@ def _starts_at_zero(model_kwargs: dict[str, Any], length: int) -> bool:
         and (positions is None or positions[0].tolist() == list(range(length + 1)))
         and model_kwargs.get("token_type_ids") is None
     )
+
+
+def _usual(model_kwargs: dict[str, Any], hidden: int, text: Text) -> bool:
+    """One token behind another from position 0, behind so much padding: then a pass can be run at fixed shapes."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    usual = (torch.arange(text.ids.shape[1] + 1, device=text.ids.device) - hidden)[None]
+    return (
+        (mask is None or (mask.shape == usual.shape and bool((mask.bool() == (usual >= 0)).all())))
+        and (positions is None or bool((positions[:, hidden:] == usual[:, hidden:]).all()))
+        and (mask is not None or hidden == 0)
+        and model_kwargs.get("token_type_ids") is None
+    )
+
+
+def _room(stopping: Stopping, length: int) -> int:
+    """Positions that a text may come to, as far as it is known, so that buffers need not be moved; no more than twice as many."""
+    room = stopping.room(length)
+    return 2 * length if room is None else min(length + room, 2 * length)
 
 
 def _pass(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any], tree: Tree | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from specplug import attention
+from specplug import packed
 from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.capture import Capture
 from specplug.config import Config, Walk, first_line
@@ -201,7 +201,7 @@ def measure_passes(
         def once() -> float:
             # As each is run in a round.
             mode = torch.inference_mode() if which is not model else torch.no_grad()
-            with swapped(kernel, which), attention.swapped(kernel, which), mode:
+            with swapped(kernel, which), packed.swapped(kernel, which), mode:
                 passes = Capture(graph, uses_before=0).passes(which)
                 synchronize(which)
                 started = time.perf_counter()

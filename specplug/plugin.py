@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from specplug import attention, carrier, hook
+from specplug import carrier, hook, packed
 from specplug import kernel as kernels
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
@@ -231,12 +231,11 @@ class SpeculativeProcessor(LogitsProcessor):
         if call.engine == "rounds":
             inputs = (input_ids, processors, criteria, config)
             common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
+            common["capture"] = Capture(self.graph, self.record_after)
             with computed(), model._optimize_model_for_decode():
                 if len(input_ids) > 1:
                     return decode_batch(model, *inputs, **common)
-                return decode(
-                    model, *inputs, streamer, trace=self.trace, capture=Capture(self.graph, self.record_after), **common
-                )
+                return decode(model, *inputs, streamer, trace=self.trace, **common)
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:
@@ -346,7 +345,7 @@ def models_of(drafter: Drafter) -> list[PreTrainedModel]:
 @contextlib.contextmanager
 def _quicker(kernel: str, *models: PreTrainedModel) -> Iterator[None]:
     """Within it, passes over a few positions cost about what one position costs, where that can be had."""
-    with kernels.swapped(kernel, *models), attention.swapped(kernel, *models):
+    with kernels.swapped(kernel, *models), packed.swapped(kernel, *models):
         yield
 
 
@@ -385,11 +384,12 @@ def attach(
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
             "lookahead" also gives equal ids under the same seed when sampling.
         kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
-            positions of a pass, see kernel.py, and on any device attention of a few positions is packed, see attention.py; "torch"
+            positions of a pass, see kernel.py, and on any device attention of a few positions is packed, see packed.py; "torch"
             keeps torch's and transformers', "numba" raises where our layer cannot be had. As a logits processor the plugin leaves
             modules as they are.
         graph: "capture" records passes of one sequence that come up again and again, and replays them without Python, see
-            capture.py; "off" does not. Results are the same.
+            capture.py; on CUDA passes have fixed shapes and are replayed as graphs, see fixed.py. "compile" has torch.compile compile
+            those first, on any device, which takes minutes; "off" does neither.
         config: a `Config` from `specplug.load()`, for what is not given here.
     Raises:
         ValueError: draft and target do not fit, or a value is not allowed; the text says what is.

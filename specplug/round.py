@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.drafters import Proposal
-from specplug.verify import RULES, Step, chain, residual, sample, token_acceptance, verify_greedy, verify_walk
+from specplug.verify import RULES, Step, chain, checked, residual, sample, token_acceptance, verify_greedy, verify_walk
 from specplug.verify_tree import Drawn, verify_recursive, verify_traversal
 
 
@@ -57,7 +57,7 @@ def verify_at_once(
     else:
         verified = verify_greedy(proposal.tokens, scores)
     # The one host read of the round.
-    num_accepted, next_token, *drafts = torch.cat([*verified, proposal.tokens[0]]).tolist()
+    num_accepted, next_token, *drafts = checked(torch.cat([*verified, proposal.tokens[0]]).tolist())
     for i in range(num_accepted):
         yield Emitted(drafts[i], "accepted", scores[:, i], i)
     origin: Literal["recovered", "bonus"] = "bonus" if num_accepted == len(drafts) else "recovered"

@@ -16,7 +16,9 @@ from torch import Tensor
 
 class Verified(NamedTuple):
     num_accepted: Tensor  # (B,) how many draft tokens are kept, 0 to G
-    next_token: Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G
+    next_token: (
+        Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G; -1: see sample_by_inversion
+    )
 
 
 def verify_greedy(draft_tokens: Tensor, target_scores: Tensor, num_drafts: Tensor | None = None) -> Verified:
@@ -102,7 +104,7 @@ def verify_token(
         # Behind a row's last draft nothing was tested, so nothing is taken off the target's distribution.
         tested = num_accepted < (width if num_drafts is None else num_drafts)
         chosen = torch.where(tested[:, None], recovered, chosen)
-    return Verified(num_accepted, sample(chosen, generator))
+    return Verified(num_accepted, sample_by_inversion(chosen, generator))
 
 
 def block_acceptance(
@@ -165,7 +167,7 @@ def verify_block(
     total = left.sum(-1, keepdim=True)
     empty = (total < torch.finfo(total.dtype).tiny) | ~drafted[:, None]
     chosen = torch.where(empty, target, left / torch.where(empty, torch.ones_like(total), total))
-    return Verified(num_accepted, sample(chosen, generator))
+    return Verified(num_accepted, sample_by_inversion(chosen, generator))
 
 
 class Step(NamedTuple):
@@ -227,18 +229,27 @@ def sample_by(probs: Tensor, noise: Tensor) -> Tensor:
     return tokens
 
 
-def sample_draft(probs: Tensor) -> Tensor:
+def sample_by_inversion(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token id per row, (B, V) -> (B,), by inverting the distribution function: one random number a row.
 
     `torch.multinomial` draws one for each token of the vocabulary, which costs more than a small draft's arithmetic, and
-    waits for the device. Summed and inverted in float64, so that the law is that of `probs` to its last digit. For drafts
-    alone: the target's own draws are made as transformers makes them.
+    waits for the device. Summed and inverted in float64, so that the law is that of `probs` to its last digit. Not for draws that
+    have to be transformers' own. A row with a nan, or with nothing above 0, gets -1, so that nobody has to wait to be told: whoever
+    reads the tokens has to look, see `checked`.
     """
     total = probs.cumsum(-1, dtype=torch.float64)
-    point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device)
+    point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device, generator=generator)
     # Strictly below the sum, also by rounding: what is found has a probability above 0.
     point *= total[:, -1:] * (1 - torch.finfo(torch.float64).eps)
-    return torch.searchsorted(total, point, right=True).squeeze(1).clamp(max=probs.shape[-1] - 1)
+    tokens = torch.searchsorted(total, point, right=True).squeeze(1).clamp(max=probs.shape[-1] - 1)
+    return torch.where((total[:, -1] > 0) & total[:, -1].isfinite(), tokens, -1)
+
+
+def checked(tokens: list[int]) -> list[int]:
+    """Raises RuntimeError, as `sample` does, if one of them was drawn from what is no distribution."""
+    if min(tokens) < 0:
+        raise RuntimeError("probability tensor contains either inf, nan, or no element above 0")
+    return tokens
 
 
 RULES = {"token": verify_token, "block": verify_block}  # of drafts that were drawn

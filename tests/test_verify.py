@@ -218,21 +218,23 @@ def test_drafts_are_drawn_from_their_distribution():
     """Chi-square over 20,000 draws, a token of probability 0 among them. False alarm below 1e-6."""
     torch.manual_seed(0)
     probs = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.10])
-    seen = torch.bincount(verify.sample_draft(probs.expand(20_000, 5)), minlength=5).double()
+    seen = torch.bincount(verify.sample_by_inversion(probs.expand(20_000, 5)), minlength=5).double()
     assert seen[2] == 0
     possible = probs > 0
     assert chisquare(seen[possible], probs[possible].double() / probs[possible].double().sum() * 20_000).pvalue > 1e-6
 
 
 def test_the_ends_of_the_distribution(monkeypatch):
-    """The least and the largest random number find tokens of a probability above 0, and a nan finds some token."""
+    """The least and the largest random number find tokens of a probability above 0; of a nan it is told that nothing could be drawn."""
     probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [float("nan")] * 5])
     for number, expected in ((0.0, [1, 2]), (1 - 2**-53, [3, 2])):
         monkeypatch.setattr(
             verify.torch, "rand", lambda *args, n=number, **kwargs: torch.full((3, 1), n, dtype=torch.float64)
         )
-        tokens = verify.sample_draft(probs).tolist()
-        assert tokens[:2] == expected and 0 <= tokens[2] < 5
+        tokens = verify.sample_by_inversion(probs).tolist()
+        assert tokens == [*expected, -1]
+    with pytest.raises(RuntimeError, match="nan"):
+        verify.checked(tokens)
 
 
 def test_rows_that_drafted_less():

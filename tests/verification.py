@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import specplug
 from specplug.cache import NAME
 from specplug.models import load_model
-from specplug.verify import sample_draft, verify_block, verify_token
+from specplug.verify import sample_by_inversion, verify_block, verify_token
 
 
 def timed(call, repeats: int) -> float:
@@ -54,7 +54,7 @@ def main() -> None:
     logits = torch.randn(shape, device=model.device) * 3
     target = logits.softmax(-1)
     draft = (logits[:, :-1] + 0.3 * torch.randn_like(logits[:, :-1])).softmax(-1)
-    tokens = torch.stack([sample_draft(each) for each in draft.unbind(1)], dim=1)
+    tokens = torch.stack([sample_by_inversion(each) for each in draft.unbind(1)], dim=1)
     result = {
         "batch_size": given.batch_size,
         "gamma": given.gamma,

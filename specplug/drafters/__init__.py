@@ -61,6 +61,7 @@ class Request:
     time_forward: bool = False  # wait for the device around forward passes, so that their seconds are right
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
+    alone: bool = True  # the session is for all of the call's sequences; else there is one for each
     tree: bool = False  # trees are going to be asked for: by `propose_tree` and `observe_path`
     judge: Judge | None = None  # asked before each draft, by its distribution, whether to stop
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
@@ -158,7 +159,7 @@ class RowByRow:
     """A session of its own for each sequence: right for drafters that cost no forward pass."""
 
     def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
-        self.sessions = [drafter.start(replace(request, row=b)) for b in range(num_rows)]
+        self.sessions = [drafter.start(replace(request, row=b, alone=num_rows == 1)) for b in range(num_rows)]
 
     @property
     def num_steps(self) -> int:
@@ -184,6 +185,28 @@ class RowByRow:
 
     def observe(self, row: int, num_accepted: int) -> None:
         self.sessions[row].observe(num_accepted)
+
+
+class OneRow:
+    """A session for one sequence, of one for several."""
+
+    def __init__(self, rows: RowSession) -> None:
+        self.rows = rows
+
+    @property
+    def num_steps(self) -> int:
+        return self.rows.num_steps
+
+    @property
+    def seconds_forward(self) -> float:
+        return self.rows.seconds_forward
+
+    def propose(self, ids: Tensor, gamma: int) -> Proposal:
+        drafts = self.rows.propose([ids], gamma, [0])
+        return Proposal(drafts.tokens, drafts.probs)
+
+    def observe(self, num_accepted: int) -> None:
+        self.rows.observe(0, num_accepted)
 
 
 def start_rows(drafter: Drafter, request: Request, num_rows: int) -> RowSession:

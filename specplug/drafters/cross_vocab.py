@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specplug import warp
-from specplug.drafters import Proposal, Request, RowProposals
+from specplug.drafters import OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter, ModelRowSession
 from specplug.drafters.translate import TAIL, Reading, Translation
 from specplug.verify import race
@@ -135,28 +135,6 @@ class CrossVocabSession(ModelRowSession):
         for b, each in enumerate(said):
             tokens[b, : lengths[b]] = texts[0].new_tensor(each)
         return RowProposals(tokens, lengths, None, [0] * len(texts))
-
-
-class OneRow:
-    """A session for one sequence, of one for several."""
-
-    def __init__(self, rows: CrossVocabSession) -> None:
-        self.rows = rows
-
-    @property
-    def num_steps(self) -> int:
-        return self.rows.num_steps
-
-    @property
-    def seconds_forward(self) -> float:
-        return self.rows.seconds_forward
-
-    def propose(self, ids: Tensor, gamma: int) -> Proposal:
-        drafts = self.rows.propose([ids], gamma, [0])
-        return Proposal(drafts.tokens, drafts.probs)
-
-    def observe(self, num_accepted: int) -> None:
-        self.rows.observe(0, num_accepted)
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:

@@ -6,20 +6,19 @@ whose noise is known, the draft runs the same races, and has nothing to state ei
 """
 
 import inspect
-import time
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specplug import warp
-from specplug.cache import NAME, align, crop, keep, new_draft_cache, prepare_for_crop, select, why_not_croppable
-from specplug.capture import MAX_WIDTH
-from specplug.drafters import Proposal, Request, RowProposals, RowSession, Session
+from specplug.cache import align, crop, keep, new_draft_cache, select, why_not_croppable
+from specplug.drafters import OneRow, Proposal, Request, RowProposals, RowSession, Session
+from specplug.drafters.fixed_model import FixedDraft
+from specplug.drafters.forward import Forward
 from specplug.drafters.growth import Growth
+from specplug.fixed import why_not
 from specplug.tree import Shape, Tree, attention_mask
-from specplug.verify import race, sample_draft
 
 
 class ModelDrafter:
@@ -43,78 +42,16 @@ class ModelDrafter:
         self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
 
     def start(self, request: Request) -> Session:
+        if self._fixed(request):
+            return OneRow(FixedDraft(self, request, 1))
         return TreeModelSession(self, request) if request.tree else ModelSession(self, request)
 
     def start_rows(self, request: Request, num_rows: int) -> RowSession:
-        return ModelRowSession(self, request, num_rows)
+        return (FixedDraft if self._fixed(request) else ModelRowSession)(self, request, num_rows)
 
-
-class Forward:
-    """The draft's passes on one call's cache: fed, counted, and in the target's vocabulary."""
-
-    def __init__(self, drafter: ModelDrafter, request: Request) -> None:
-        self.model, self.max_length, self.request = drafter.model, drafter.max_length, request
-        self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
-        self.cache: DynamicCache | None = None
-        self.num_steps, self.seconds_forward = 0, 0.0
-        self.passes = request.capture.passes(self.model)
-
-    def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
-        """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
-        return self._logits(new, 1, padded, **inputs)[:, 0]
-
-    def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
-        """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding."""
-        # The last ones' logits are enough. A recording has all of them, and is compared with passes that do; what is never
-        # recorded, a prompt among them, may be long.
-        never = padded or self.cache is None or new.shape[1] > MAX_WIDTH
-        if self.takes_keep and never and new.shape[1] > num:
-            inputs["logits_to_keep"] = num
-        first = self.cache is None
-        if self.cache is None:
-            self.cache = new_draft_cache(self.model.config)
-        inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
-        started, before = self._now(), self.request.capture.seconds
-        with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
-            if padded:
-                logits = self.model(**inputs).logits
-            else:
-                given = inputs if "attention_mask" in inputs else None
-                logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits, given)
-            logits = logits[:, -num:].float()
-        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
-        self.num_steps += 1
-        if first:
-            prepare_for_crop(self.cache, roomy=not padded)
-        missing = self.request.vocab_size - logits.shape[-1]
-        if missing > 0:  # padded vocabularies of one tokenizer: the draft never says what it does not have
-            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits if missing == 0 else logits[..., : self.request.vocab_size]
-
-    def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
-        """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
-
-        `lengths`: of the rows' texts with what is drafted. None if the draft is less confident than was asked for, in the
-        mean of the rows.
-        """
-        noise = self.request.noise
-        asked = self.request.min_confidence or self.request.judge is not None
-        if not self.request.do_sample and not asked and noise is None:
-            return scores.argmax(-1)
-        drawn_from = warp.to_probs(scores)
-        if self.request.unsure(drawn_from):
-            return None
-        if noise is not None:
-            return race(drawn_from, noise.of(rows, lengths, drawn_from))
-        if not self.request.do_sample:
-            return scores.argmax(-1)
-        probs.append(drawn_from)
-        return sample_draft(drawn_from)
-
-    def _now(self) -> float:
-        if self.request.time_forward and self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+    def _fixed(self, request: Request) -> bool:
+        """Whether to draft at fixed shapes; not where each row of a batch has a session, and with it a cache, of its own."""
+        return not request.tree and request.alone and why_not(self.model, request.capture.graph) is None
 
 
 class ModelSession(Forward):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import specplug
-from specplug import attention
+from specplug import packed
 
 
 class Module(nn.Module):
@@ -34,9 +34,9 @@ def agree(found, expected):
 def test_it_computes_what_transformers_computes(width):
     module, (*given, mask) = Module().eval(), inputs(width)
     for each in (mask, mask[:1], torch.where(mask, 0.0, torch.finfo(torch.float32).min)):
-        assert agree(attention.packed(module, *given, each), sdpa_attention_forward(module, *given, each))
+        assert agree(packed.packed(module, *given, each), sdpa_attention_forward(module, *given, each))
         scaled = sdpa_attention_forward(module, *given, each, scaling=0.2)
-        assert agree(attention.packed(module, *given, each, scaling=0.2), scaled)
+        assert agree(packed.packed(module, *given, each, scaling=0.2), scaled)
 
 
 def test_the_order_of_heads_and_the_mask_matter():
@@ -44,19 +44,19 @@ def test_the_order_of_heads_and_the_mask_matter():
     module, (query, key, value, mask) = Module().eval(), inputs(5)
     expected = sdpa_attention_forward(module, query, key, value, mask)
     turned = query.reshape(2, 2, 3, 5, 8).flip(2).reshape(query.shape)
-    assert not agree(attention.packed(module, turned, key, value, mask), expected)
-    assert not agree(attention.packed(module, query, key, value, mask.flip(2)), expected)
+    assert not agree(packed.packed(module, turned, key, value, mask), expected)
+    assert not agree(packed.packed(module, query, key, value, mask.flip(2)), expected)
 
 
 def test_what_it_does_not_serve_goes_to_transformers(monkeypatch):
     seen = []
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs) or "theirs")
+    monkeypatch.setattr(packed, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs) or "theirs")
     module, (query, key, value, mask) = Module().eval(), inputs(5)
-    assert attention.packed(module, query, key, value, None) == "theirs"
-    assert attention.packed(module, query[:, :, :1], key, value, mask[:, :, :1]) == "theirs"
-    assert attention.packed(module, query, key, value, mask.expand(-1, 6, -1, -1)) == "theirs"
+    assert packed.packed(module, query, key, value, None) == "theirs"
+    assert packed.packed(module, query[:, :, :1], key, value, mask[:, :, :1]) == "theirs"
+    assert packed.packed(module, query, key, value, mask.expand(-1, 6, -1, -1)) == "theirs"
     for given in ({"dropout": 0.1}, {"softcap": 30.0}, {"position_bias": mask}):
-        assert attention.packed(module, query, key, value, mask, **given) == "theirs"
+        assert packed.packed(module, query, key, value, mask, **given) == "theirs"
     assert len(seen) == 6
 
 
@@ -72,13 +72,13 @@ def grouped(name="llama"):
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_it_is_in_place_during_the_call_alone(kernel, monkeypatch):
-    widths, original = [], attention.packed
+    widths, original = [], packed.packed
 
     def spy(module, query, *args, **kwargs):
         widths.append(query.shape[2])
         return original(module, query, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "packed", spy)
+    monkeypatch.setattr(packed, "packed", spy)
     model, ids = grouped(), prompt(9)
     configs = [each.config for each in attentions(model)]
     expected = model.generate(ids, do_sample=False, max_new_tokens=12)
@@ -86,7 +86,7 @@ def test_it_is_in_place_during_the_call_alone(kernel, monkeypatch):
         assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=12), expected)
     assert (4 in widths) == (kernel == "auto")
     assert all(each.config is config for each, config in zip(attentions(model), configs, strict=True))
-    assert model.config._attn_implementation == "sdpa" and not attention._INSIDE
+    assert model.config._attn_implementation == "sdpa" and not packed._INSIDE
 
 
 def test_it_is_taken_out_after_an_error_and_while_another_thread_is_inside():
@@ -95,16 +95,16 @@ def test_it_is_taken_out_after_an_error_and_while_another_thread_is_inside():
     entered, leave = threading.Event(), threading.Event()
 
     def inside():
-        with attention.swapped("auto", model):
+        with packed.swapped("auto", model):
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=inside)
     thread.start()
     entered.wait(10)
-    with pytest.raises(RuntimeError), attention.swapped("auto", model):
+    with pytest.raises(RuntimeError), packed.swapped("auto", model):
         raise RuntimeError
-    assert all(each.config._attn_implementation == attention.NAME for each in attentions(model))
+    assert all(each.config._attn_implementation == packed.NAME for each in attentions(model))
     leave.set()
     thread.join()
     assert all(each.config is config for each, config in zip(attentions(model), configs, strict=True))
@@ -113,5 +113,5 @@ def test_it_is_taken_out_after_an_error_and_while_another_thread_is_inside():
 def test_modules_that_share_no_heads_and_other_kinds_of_attention_are_left_alone():
     alone, eager = make_model("gpt2"), grouped()
     eager.set_attn_implementation("eager")
-    with attention.swapped("auto", alone, eager):
-        assert not attention._INSIDE
+    with packed.swapped("auto", alone, eager):
+        assert not packed._INSIDE

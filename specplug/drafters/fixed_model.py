@@ -1,0 +1,223 @@
+"""A model drafts at fixed shapes: on a device with graphs, the whole loop of drafting is one of them.
+
+Each row's text begins at slot 0 of a ragged cache (ragged.py), so that rejected drafts are taken back by going on earlier. The loop
+begins with the last two tokens of each text, whatever was kept: after a round in which all drafts were kept both are new to the
+cache, and else the first is written once more. Where something has to be asked between two drafts (how sure the draft is, a processor
+that reads the text, the noise of the target's draws), each step is a pass of its own.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from specplug import warp
+from specplug.cache import new_draft_cache
+from specplug.capture import PLAIN
+from specplug.drafters import Request, RowProposals
+from specplug.drafters.forward import Forward, in_vocabulary
+from specplug.fixed import WIDTHS, Buffers, FixedPasses
+from specplug.verify import sample_by_inversion
+
+
+class DraftLoop:
+    """`first`, (B, 2), the last tokens of the texts, the earlier ones at `starts`, (B,); to `tokens`, (B, G), and, when sampling,
+    `probs`, (B, G, V)."""
+
+    def __init__(self, buffers: Buffers, gamma: int, request: Request, compiled: bool) -> None:
+        num_rows, device = buffers.cache.num_rows, buffers.cache.device
+        with torch.inference_mode(False):
+            self.first = torch.zeros((num_rows, 2), dtype=torch.long, device=device)
+            self.starts = torch.zeros(num_rows, dtype=torch.long, device=device)
+            self.tokens = torch.zeros((num_rows, gamma), dtype=torch.long, device=device)
+            self.probs = None
+            if request.do_sample:
+                self.probs = torch.zeros((num_rows, gamma, request.vocab_size), device=device)
+            self.two = torch.arange(2, device=device)
+        self.buffers, self.compiled = buffers, compiled
+        self.processors, self.vocab_size = request.processors, request.vocab_size
+
+    def __call__(self) -> None:
+        gamma = self.tokens.shape[1]
+        new, positions = self.first, self.starts[:, None] + self.two
+        for step in range(gamma):
+            logits = self.buffers.forward(new, positions, self.compiled)[:, -1]
+            scores = warp.process_draft(
+                self.processors, self.first[:, :1], in_vocabulary(logits.float(), self.vocab_size)
+            )
+            if self.probs is None:
+                token = scores.argmax(-1)
+            else:
+                probs = warp.to_probs(scores)
+                self.probs[:, step].copy_(probs)
+                token = sample_by_inversion(probs).clamp(min=0)  # of a broken draft anything
+            self.tokens[:, step].copy_(token)
+            new, positions = token[:, None], positions[:, -1:] + 1
+
+
+class FixedDraft(Forward):
+    """A session for several sequences, or with `OneRow` for one."""
+
+    def __init__(self, drafter: Any, request: Request, num_rows: int) -> None:
+        super().__init__(drafter, request)
+        self.fixed: FixedPasses = request.capture.fixed(self.model)
+        self.rows: list[int] = []  # that the cache holds
+        self.num_rows = num_rows
+        self.num_right = [0] * num_rows  # leading tokens of each text that are in the cache
+        self.num_fed: dict[int, int] = {}  # drafts of the last proposal that are in the cache, until they are judged
+        self.loops = _key(request) is not None
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        lengths = {b: texts[b].shape[1] for b in active}
+        if self.max_length is not None:
+            gamma = min(gamma, self.max_length - max(lengths.values()))
+        if gamma <= 0:
+            return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
+        device = self.model.device
+        own = {b: texts[b].to(device) for b in active}
+        if not self.rows:
+            self._prefill(own)
+        elif 2 * len(active) <= len(self.rows):
+            self.fixed.select([self.rows.index(b) for b in active])
+            self.rows = list(active)
+        self._catch_up(own)
+        started, before = self._now(), self.request.capture.seconds
+        with torch.inference_mode():
+            tokens, probs = self._loop(own, gamma) if self.loops else self._steps(own, gamma)
+        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
+        made = tokens.shape[1]
+        for b in active:
+            fed = max(made - 1, 0) if self.loops or made == gamma else made
+            self.num_fed[b], self.num_right[b] = fed, lengths[b]
+        if not made:
+            return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
+        return self._of_all(texts, active, tokens, probs)
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        """The drafts that were fed are in the cache; those that the target kept may stay."""
+        self.num_right[row] += min(self.num_fed.pop(row, 0), num_accepted)
+
+    def _prefill(self, own: dict[int, Tensor]) -> None:
+        """All of the texts but their last tokens, as any prompt."""
+        self.rows = list(own)
+        width = max(text.shape[1] for text in own.values()) - 1
+        padding = [width + 1 - text.shape[1] for text in own.values()]
+        new = torch.cat(
+            [torch.nn.functional.pad(text[:, :-1], (left, 0)) for text, left in zip(own.values(), padding, strict=True)]
+        )
+        inputs: dict[str, Tensor] = {}
+        if any(padding):
+            mask = torch.arange(width, device=new.device) >= torch.tensor(padding, device=new.device)[:, None]
+            inputs["attention_mask"] = mask.long()
+            inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        self.cache = new_draft_cache(self.model.config)
+        self._forward(new, padded=True, **inputs)
+        self.fixed.fill(self.cache, padding)
+        self.cache = None
+        for b, text in own.items():
+            self.num_right[b] = text.shape[1] - 1
+
+    def _catch_up(self, own: dict[int, Tensor]) -> None:
+        """Feed what was committed while others drafted, but for the last two tokens, with which the loop begins."""
+        while True:
+            missing = max(text.shape[1] - 2 - self.num_right[b] for b, text in own.items())
+            if missing <= 0:
+                return
+            width = min(missing, WIDTHS[-1])
+            starts = {b: min(self.num_right[b], max(text.shape[1] - 2 - width, 0)) for b, text in own.items()}
+            with torch.inference_mode():
+                self._pass({b: text[:, starts[b] : starts[b] + width] for b, text in own.items()}, starts, width)
+            for b, text in own.items():
+                self.num_right[b] = max(self.num_right[b], min(starts[b] + width, text.shape[1]))
+
+    def _pass(self, new: dict[int, Tensor], starts: dict[int, int], width: int) -> Tensor:
+        """(R, W, V) logits of all rows that the cache holds; those that are over are fed anything."""
+        full = {row: torch.nn.functional.pad(each, (0, width - each.shape[1])) for row, each in new.items()}
+        anything = next(iter(full.values()))
+        self.num_steps += 1
+        return self.fixed(
+            torch.cat([full.get(row, anything) for row in self.rows]), [starts.get(row, 0) for row in self.rows]
+        )
+
+    def _loop(self, own: dict[int, Tensor], gamma: int) -> tuple[Tensor, Tensor | None]:
+        """(A, G) drafts and what they were drawn from, (A, G, V), by one program."""
+        self.fixed.make_room(max(text.shape[1] for text in own.values()) + gamma)
+        program = self.fixed.program(("drafts", gamma, _key(self.request)), self._make_loop(gamma))
+        loop: DraftLoop = program.function
+        anything = next(iter(own.values()))
+        loop.first.copy_(torch.cat([own.get(row, anything)[:, -2:] for row in self.rows]))
+        self.fixed.write(loop.starts, [own[row].shape[1] - 2 if row in own else 0 for row in self.rows])
+        self.fixed.run(program)
+        self.num_steps += gamma
+        places = self._places(own)
+        return loop.tokens[places], None if loop.probs is None else loop.probs[places]
+
+    def _make_loop(self, gamma: int) -> Any:
+        return lambda buffers, compiled: DraftLoop(buffers, gamma, self.request, compiled)
+
+    def _steps(self, own: dict[int, Tensor], gamma: int) -> tuple[Tensor, Tensor | None]:
+        """The same by one pass a draft."""
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        drafted = dict(own)
+        named = [self.request.row] if self.num_rows == 1 else list(own)
+        places = self._places(own)
+        for step in range(gamma):
+            width = 2 if step == 0 else 1
+            starts = {b: text.shape[1] - width for b, text in drafted.items()}
+            logits = self._pass({b: text[:, -width:] for b, text in drafted.items()}, starts, width)[places, width - 1]
+            logits = in_vocabulary(logits, self.request.vocab_size)
+            scores = warp.process_rows(self.request.processors, list(drafted.values()), logits)
+            drawn = self._draw(scores, probs, named, [text.shape[1] for text in drafted.values()])
+            if drawn is None:
+                break
+            tokens.append(drawn[:, None])
+            drafted = {
+                b: torch.cat([text, drawn[i : i + 1, None]], dim=1) for i, (b, text) in enumerate(drafted.items())
+            }
+        made = torch.cat(tokens, dim=1) if tokens else next(iter(own.values())).new_empty((len(own), 0))
+        return made, torch.stack(probs, dim=1) if probs else None
+
+    def _places(self, own: dict[int, Tensor]) -> Any:
+        """Of the active rows in the cache's: a slice where these are all of them, which costs nothing."""
+        if list(own) == self.rows:
+            return slice(None)
+        return self.fixed.indices([self.rows.index(b) for b in own])
+
+    def _of_all(self, texts: list[Tensor], active: list[int], tokens: Tensor, probs: Tensor | None) -> RowProposals:
+        """With a place for the rows that were not asked for, where the target is."""
+        made = [tokens.shape[1] if b in active else 0 for b in range(len(texts))]
+        return RowProposals(
+            _spread(tokens.to(texts[0].device), active, len(texts)),
+            made,
+            None if probs is None else _spread(probs.to(texts[0].device), active, len(texts)),
+            [0] * len(texts),
+        )
+
+
+def _spread(values: Tensor, rows: Sequence[int], num_rows: int) -> Tensor:
+    """(A, ...) -> (B, ...), a copy, with zeros for the other rows."""
+    if len(rows) == num_rows:
+        return values.clone()
+    spread = values.new_zeros((num_rows, *values.shape[1:]))
+    for place, row in enumerate(rows):
+        spread[row].copy_(values[place])
+    return spread
+
+
+def _key(request: Request) -> Hashable | None:
+    """What a loop of drafts depends on, None if it cannot be one program."""
+    if request.noise is not None or request.judge is not None or request.min_confidence:
+        return None
+    processors: LogitsProcessorList = request.processors
+    if not warp.all_pointwise(processors):
+        return None
+    found: list[Any] = [request.do_sample, request.vocab_size]
+    for each in processors:
+        values = sorted(vars(each).items())
+        if any(type(value) not in PLAIN for _, value in values):
+            return None
+        found.append((type(each), *values))
+    return tuple(found)

@@ -1,0 +1,89 @@
+"""A draft model's passes in one call, and the draws from what they say."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specplug import warp
+from specplug.cache import NAME, new_draft_cache, prepare_for_crop
+from specplug.capture import MAX_WIDTH, Passes
+from specplug.drafters import Request
+from specplug.verify import race, sample_by_inversion
+
+
+class Forward:
+    """The draft's passes on one call's cache: fed, counted, and in the target's vocabulary."""
+
+    def __init__(self, drafter: Any, request: Request) -> None:
+        self.model, self.max_length, self.request = drafter.model, drafter.max_length, request
+        self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
+        self.cache: DynamicCache | None = None
+        self.num_steps, self.seconds_forward = 0, 0.0
+        self._passes: Passes | None = None
+
+    def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
+        """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
+        return self._logits(new, 1, padded, **inputs)[:, 0]
+
+    def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
+        """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding."""
+        # The last ones' logits are enough. A recording has all of them, and is compared with passes that do; what is never
+        # recorded, a prompt among them, may be long.
+        never = padded or self.cache is None or new.shape[1] > MAX_WIDTH
+        if self.takes_keep and never and new.shape[1] > num:
+            inputs["logits_to_keep"] = num
+        first = self.cache is None
+        if self.cache is None:
+            self.cache = new_draft_cache(self.model.config)
+        inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
+        started, before = self._now(), self.request.capture.seconds
+        with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
+            if padded:
+                logits = self.model(**inputs).logits
+            else:
+                given = inputs if "attention_mask" in inputs else None
+                if self._passes is None:
+                    self._passes = self.request.capture.passes(self.model)
+                logits = self._passes(new, self.cache, lambda: self.model(**inputs).logits, given)
+            logits = logits[:, -num:].float()
+        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
+        self.num_steps += 1
+        if first:
+            prepare_for_crop(self.cache, roomy=not padded)
+        return in_vocabulary(logits, self.request.vocab_size)
+
+    def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
+        """The next draft token of each row, (B, V) -> (B,); when sampling, its distribution is added to `probs`.
+
+        `lengths`: of the rows' texts with what is drafted. None if the draft is less confident than was asked for, in the
+        mean of the rows.
+        """
+        noise = self.request.noise
+        asked = self.request.min_confidence or self.request.judge is not None
+        if not self.request.do_sample and not asked and noise is None:
+            return scores.argmax(-1)
+        drawn_from = warp.to_probs(scores)
+        if self.request.unsure(drawn_from):
+            return None
+        if noise is not None:
+            return race(drawn_from, noise.of(rows, lengths, drawn_from))
+        if not self.request.do_sample:
+            return scores.argmax(-1)
+        probs.append(drawn_from)
+        return sample_by_inversion(drawn_from).clamp(min=0)  # of a broken draft anything
+
+    def _now(self) -> float:
+        if self.request.time_forward and self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
+
+
+def in_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """(..., V) of the draft -> (..., size) of the target, for one tokenizer's vocabularies, padded or not."""
+    missing = size - logits.shape[-1]
+    if missing > 0:  # the draft never says what it does not have
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    return logits if missing == 0 else logits[..., :size]

@@ -1,0 +1,155 @@
+"""A static key-value cache for sequences of different lengths: buffers at fixed addresses, each row written at its own positions.
+
+A row's text begins at slot 0, whatever the others are, and slot and position are the same number. What a query may look at is said by
+a mask made from positions alone, so to take tokens back is to go on at an earlier position: nothing is copied, and what stands
+behind is written over before anything may look at it. One cache serves one sequence and several.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Places:
+    """Where the pass under way writes, for all layers: (B, W) positions."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.rows = torch.arange(num_rows, device=device)[:, None]
+        self.positions: Tensor | None = None
+
+
+class RaggedLayer(CacheLayerMixin):
+    is_compileable = True
+    is_sliding = False  # a window is in the mask
+    keys: Any
+    values: Any
+
+    def __init__(self, like: Any, num_rows: int, room: int, places: Places) -> None:
+        """`like`: a layer that holds something, of the same heads and types."""
+        super().__init__()
+        self.places = places
+        # Zeros: a slot that is masked still takes part in sums, with a weight of zero.
+        self.keys, self.values = (_zeros(each, num_rows, room) for each in (like.keys, like.values))
+        self.device, self.is_initialized = self.keys.device, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a ragged layer is made with its buffers")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """(B, H, W, D) are written at the places of this pass; returns the whole buffers, (B, H, S, D)."""
+        at = (self.places.rows, self.places.positions)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.transpose(1, 2).index_put_(at, states.transpose(1, 2))
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always given
+
+    def get_max_length(self) -> int:
+        room: int = self.keys.shape[2]
+        return room
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+
+class RaggedCache(Cache):
+    """For `num_rows` sequences of up to `room` positions each, made after a `DynamicCache` that holds something."""
+
+    def __init__(self, model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int) -> None:
+        self.places = Places(num_rows, like.layers[0].keys.device)  # type: ignore[union-attr]
+        self.num_rows, self.room = num_rows, room
+        layers: list[Any] = like.layers
+        # A layer that holds nothing shares another's keys and values.
+        super().__init__(
+            layers=[
+                RaggedLayer(each, num_rows, room, self.places) if each.is_initialized else copy.copy(each)
+                for each in layers
+            ]
+        )
+        config = model.config.get_text_config()
+        self.window: int = getattr(config, "sliding_window", None) or 0
+        kinds = set(getattr(config, "layer_types", None) or [SLIDING if self.window else FULL])
+        self.kinds = sorted(kinds)
+        self.additive = model.dtype if config._attn_implementation == "eager" else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.places.rows.device
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [each for layer in self.layers if isinstance(layer, RaggedLayer) for each in (layer.keys, layer.values)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in self.buffers)
+
+    def _pairs(self, cache: DynamicCache) -> list[tuple[RaggedLayer, Any]]:
+        """Each layer of ours with that of `cache`; without those that share another's keys and values."""
+        pairs = zip(self.layers, cache.layers, strict=True)
+        return [(mine, theirs) for mine, theirs in pairs if isinstance(mine, RaggedLayer)]
+
+    def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """What the queries at `positions`, (B, W), may look at, (B, 1, W, S) as the model's attention takes it."""
+        slots = torch.arange(self.room, device=positions.device)
+        seen = slots <= positions[..., None]  # (B, W, S)
+        by_kind = {FULL: seen}
+        if SLIDING in self.kinds:
+            by_kind[SLIDING] = seen & (slots > positions[..., None] - self.window)
+        masks = {kind: self._as_taken(by_kind[kind][:, None]) for kind in self.kinds}
+        return masks if len(masks) > 1 else masks[self.kinds[0]]
+
+    def _as_taken(self, mask: Tensor) -> Tensor:
+        if self.additive is None:
+            return mask
+        lowest = torch.finfo(self.additive).min
+        return torch.zeros(mask.shape, dtype=self.additive, device=mask.device).masked_fill_(~mask, lowest)
+
+    def fill(self, cache: DynamicCache, padding: list[int]) -> None:
+        """Take over what the pass over the prompts left, (B, H, T, D) each layer, with so much padding on each row's left."""
+        for layer, source in self._pairs(cache):
+            length, first = source.keys.shape[2], 0
+            if isinstance(source, DynamicSlidingWindowLayer):  # holds the last positions alone
+                first = source.get_seq_length() - length
+            for b, left in enumerate(padding):
+                skipped = max(left - first, 0)
+                start = first + skipped - left
+                for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
+                    buffer[b, :, start : start + length - skipped] = states[b, :, skipped:]
+
+    def give_back(self, cache: DynamicCache, length: int, padding: int) -> None:
+        """For one sequence: leave in `cache`, which holds its prompt, what plain decoding of so many positions behind so much
+        padding would have left there."""
+        for layer, target in self._pairs(cache):
+            held_from, first = target.get_seq_length() - target.keys.shape[2], 0
+            if isinstance(target, DynamicSlidingWindowLayer):  # holds the last positions alone
+                first = max(padding + length - target.sliding_window + 1, 0)
+                target.cumulative_length = padding + length
+            target.keys, target.values = (
+                torch.cat(
+                    [
+                        old[:, :, first - held_from : max(padding - held_from, 0)],
+                        new[:1, :, max(first - padding, 0) : length],
+                    ],
+                    dim=2,
+                )
+                for old, new in ((target.keys, layer.keys), (target.values, layer.values))
+            )
+
+    def take_rows(self, other: "RaggedCache", rows: Tensor) -> None:
+        """Those rows of another cache, in order, become the first ones here; the other may have less room."""
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine[: len(rows), :, : other.room] = theirs.index_select(0, rows)
+
+
+def _zeros(states: Tensor, num_rows: int, room: int) -> Tensor:
+    # Written in and out of inference mode.
+    with torch.inference_mode(False):
+        return torch.zeros((num_rows, states.shape[1], room, states.shape[3]), dtype=states.dtype, device=states.device)

@@ -1,0 +1,418 @@
+"""Fixed shapes: passes of rows of different lengths are right, programs are replayed as a device's graphs are, and kept for later calls.
+
+There is no graph of a device here. In its place the operations of a program are written down, with the very buffers that they read
+and write, and a replay runs them without the program: what Python decides is as it was at the capture, as in a graph.
+"""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import make_model, noisy_copy, prompt
+from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LogitsProcessorList,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3Config,
+    TemperatureLogitsWarper,
+)
+
+import specplug
+from specplug import capture, fixed, ragged
+from specplug.cache import NAME
+from specplug.drafters import Request
+from specplug.drafters.fixed_model import DraftLoop, FixedDraft
+from specplug.drafters.model import ModelDrafter
+
+SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, max_position_embeddings=64)
+GEMMA = {**SMALL, "num_hidden_layers": 6, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS = [
+    OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32),
+    Qwen3Config(**SMALL, intermediate_size=64, num_key_value_heads=2, head_dim=8),
+    GPTNeoXConfig(**SMALL, intermediate_size=64),
+    MixtralConfig(**SMALL, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, sliding_window=None),
+    Gemma3TextConfig(**GEMMA, sliding_window=6, sliding_window_pattern=3),  # full and sliding layers
+]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down which operations are run on which tensors. As with a graph, nothing may be read meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        made = function(*args, **(kwargs or {}))
+        self.steps.append((function, args, kwargs or {}, made))
+        return made
+
+
+class Replayed:
+    """A program as a graph would have it: the same operations on the same buffers, and nothing of Python."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, program, device, shared):
+        program()
+        with Recorder() as recorder:
+            program()
+        self.steps = recorder.steps
+        Replayed.made += 1
+
+    def __call__(self):
+        made = {}  # what the recording made -> what this replay makes
+        for function, args, kwargs, outputs in self.steps:
+            given = tree_map_only(torch.Tensor, lambda each: made.get(id(each), each), (args, kwargs))
+            new = function(*given[0], **given[1])
+            for old, each in zip(tree_leaves(outputs), tree_leaves(new), strict=True):
+                if isinstance(old, torch.Tensor):
+                    made[id(old)] = each
+        Replayed.replays += 1
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """The CPU has graphs."""
+    monkeypatch.setitem(fixed.GRAPHS, "cpu", Replayed)
+    monkeypatch.setattr(fixed, "USES_BEFORE", 1)
+    Replayed.made = Replayed.replays = 0
+
+
+def frozen(kind="llama", **extra):
+    return make_model(kind, **extra).requires_grad_(False)
+
+
+def model_of(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def passes_over(model, graph="capture", uses_before=0):
+    """Of two texts of 20 and 13 tokens, the ends of which are computed over and over: logits, and what they should be."""
+    texts = [prompt(20, seed=1), prompt(13, seed=2)]
+    found, expected = [], []
+    with torch.no_grad():
+        ids = torch.cat([texts[0][:, :12], torch.nn.functional.pad(texts[1][:, :7], (5, 0))])
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        cache = DynamicCache(config=model.config)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{NAME: cache})
+        passes = fixed.FixedPasses(model, graph, uses_before)
+        passes.fill(cache, [0, 5])
+        whole = [model(input_ids=text, use_cache=False).logits[0] for text in texts]
+        for starts, width in (([12, 7], 3), ([14, 8], 5), ([12, 7], 3), ([15, 9], 4), ([17, 12], 1), ([15, 10], 3)):
+            ends = [start + width for start in starts]
+            new = torch.cat([text[:, a:b] for text, a, b in zip(texts, starts, ends, strict=True)])
+            found.append(passes(new, starts))
+            expected.append(torch.stack([row[a:b] for row, a, b in zip(whole, starts, ends, strict=True)]))
+        passes.close()
+    return found, expected
+
+
+def agree(found, expected):
+    return all(torch.allclose(a, b, atol=1e-4 * float(b.abs().max())) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [frozen, lambda: frozen("gpt2"), lambda: frozen("mistral"), *CONFIGS])
+def test_rows_of_different_lengths_go_back_and_forth_in_one_cache(make, attention):
+    model = make() if callable(make) else model_of(make)
+    model.set_attn_implementation(attention)
+    assert fixed.why_not(model, "capture") is None
+    found, expected = passes_over(model, "off")
+    assert agree(found, expected)
+    if type(make) is not MixtralConfig:  # which decides by what it sees
+        assert agree(passes_over(model)[0], expected) and Replayed.replays >= 6
+
+
+@pytest.mark.parametrize("wrong", ["late", "early", "elsewhere"])
+def test_wrong_masks_and_places_are_told_apart(wrong, monkeypatch):
+    """Negative control of the test above, and of what is tried out on a model that is new."""
+    model, original = frozen(), ragged.RaggedCache.masks
+    if wrong == "elsewhere":
+        update = ragged.RaggedLayer.update
+
+        def misplaced(self, keys, values, *args, **kwargs):
+            self.places.positions = self.places.positions - 1
+            return update(self, keys, values, *args)
+
+        monkeypatch.setattr(ragged.RaggedLayer, "update", misplaced)
+    else:
+        shift = 1 if wrong == "late" else -1
+        monkeypatch.setattr(ragged.RaggedCache, "masks", lambda self, positions: original(self, positions + shift))
+    assert not agree(*passes_over(model, "off"))
+    assert "heed" in fixed.why_not(model, "capture")
+
+
+CALLS = [dict(do_sample=False, max_new_tokens=18), dict(do_sample=False, max_new_tokens=18, repetition_penalty=1.3)]
+
+
+def padded(lengths):
+    width = max(lengths)
+    rows = [torch.nn.functional.pad(prompt(length, seed=length), (width - length, 0)) for length in lengths]
+    mask = [[0] * (width - length) + [1] * length for length in lengths]
+    return dict(input_ids=torch.cat(rows), attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup", "early"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_ids_are_those_of_plain_decoding(kind, call, draft):
+    model = frozen(kind, layers=3)
+    drafter = noisy_copy(model, 0.02).requires_grad_(False) if draft == "model" else "lookup"
+    if draft == "early":
+        drafter = specplug.load("draft=early_exit", "draft.num_layers=2").draft
+    for given in (padded([9]), padded([3, 11, 7, 4, 5])):
+        expected = model.generate(**given, **call)
+        with specplug.attach(model, drafter, gamma=4, engine="rounds"):
+            for _ in range(2):  # buffers and graphs of the first call serve the second
+                assert torch.equal(model.generate(**given, **call), expected)
+    assert Replayed.made >= 2 and Replayed.replays > 2 * Replayed.made
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("padding", [0, 3, 9])
+def test_the_cache_that_is_handed_back_is_that_of_plain_decoding(kind, padding):
+    model = frozen(kind)
+    given = dict(
+        input_ids=torch.nn.functional.pad(prompt(9), (padding, 0)),
+        attention_mask=torch.tensor([[0] * padding + [1] * 9]),
+        do_sample=False,
+        return_dict_in_generate=True,
+        max_new_tokens=20,
+    )
+    expected = model.generate(**given)
+    with specplug.attach(model, "lookup", gamma=3, engine="rounds"):
+        found = model.generate(**given)
+    assert Replayed.replays and torch.equal(found.sequences, expected.sequences)
+    for mine, theirs in zip(found[NAME].layers, expected[NAME].layers, strict=True):
+        assert type(mine) is type(theirs) and mine.get_seq_length() == theirs.get_seq_length()
+        held = theirs.keys.shape[2]
+        start = max(held - theirs.get_seq_length() + padding, 0)  # what stands in the padding's place means nothing
+        assert mine.keys.shape[2] == held
+        assert torch.allclose(mine.keys[:, :, start:], theirs.keys[:, :, start:], atol=1e-4)
+
+
+def drafting(model, do_sample=True, temperature=0.8, gamma=3, text=None):
+    """A loop of drafts behind a text, captured, and the session that it belongs to."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    spent = capture.Capture("capture", 0)
+    session = FixedDraft(ModelDrafter(model), Request(do_sample, warpers, 64, capture=spent), 1)
+    text = prompt(9) if text is None else text
+    with torch.no_grad():
+        session.propose([text], gamma, [0])
+        proposal = session.propose([text], gamma, [0])
+    programs = [each for each in session.fixed._buffers.programs.values() if isinstance(each.function, DraftLoop)]
+    assert len(programs) == 1 and programs[0].graph is not None
+    return session, programs[0], proposal
+
+
+def test_each_draft_of_a_replayed_loop_was_drawn_from_what_is_stated():
+    """600 drafts by chi-square: a false alarm once in a million. The same graph each time."""
+    model = frozen(layers=1)
+    session, program, _ = drafting(model)
+    loop, counts, stated = program.function, torch.zeros(64), None
+    for _ in range(600):
+        with torch.inference_mode():
+            session.fixed.run(program)
+        counts[loop.tokens[0, 0]] += 1
+        stated = loop.probs[0, 0].clone()
+    with torch.no_grad():
+        logits = model(input_ids=prompt(9), use_cache=False).logits[0, -1]
+    assert torch.allclose(stated, torch.softmax(logits / 0.8, -1), atol=1e-4)
+    common = stated > 5 / 600
+    rest = (~common).any()
+    seen = torch.cat([counts[common], counts[~common].sum()[None]]) if rest else counts[common]
+    law = torch.cat([stated[common], stated[~common].sum()[None]]) if rest else stated[common]
+    keep = law * 600 > 1
+    assert (
+        chisquare(seen[keep].double(), law[keep].double() / law[keep].double().sum() * seen[keep].sum()).pvalue > 1e-6
+    )
+    # Later places stand behind the drafts that were drawn.
+    with torch.no_grad():
+        for place in (1, 2):
+            text = torch.cat([prompt(9), loop.tokens[:, :place]], dim=1)
+            logits = model(input_ids=text, use_cache=False).logits[0, -1]
+            assert torch.allclose(loop.probs[0, place], torch.softmax(logits / 0.8, -1), atol=1e-4)
+
+
+def test_the_sampled_law_is_the_targets():
+    """Second new tokens of 500 calls, from their first round of drafts: chi-square, a false alarm once in a million."""
+    model = frozen(layers=1)
+    drafter = noisy_copy(model, 0.1).requires_grad_(False)
+    given = dict(input_ids=prompt(5), do_sample=True, top_k=6, max_new_tokens=3, pad_token_id=0)
+    first = model.generate(prompt(5), do_sample=False, max_new_tokens=1)
+    with torch.no_grad():
+        logits = model(input_ids=first, use_cache=False).logits[0, -1]
+    law = torch.zeros(64).scatter(0, logits.topk(6).indices, torch.softmax(logits.topk(6).values, -1))
+    torch.manual_seed(3)
+    counts = torch.zeros(64)
+    given["input_ids"] = first[:, :-1]
+    with specplug.attach(model, drafter, gamma=2, engine="rounds"):
+        for _ in range(500):
+            ids = model.generate(**given)
+            if ids[0, first.shape[1] - 1] == first[0, -1]:  # the second token's law is known behind this first one
+                counts[ids[0, first.shape[1]]] += 1
+    keep = law * counts.sum() > 1
+    assert counts[law == 0].sum() == 0 and counts.sum() > 100
+    assert (
+        chisquare(counts[keep].double(), law[keep].double() / law[keep].double().sum() * counts[keep].sum()).pvalue
+        > 1e-6
+    )
+
+
+def test_a_graph_that_froze_its_random_numbers_is_found(monkeypatch):
+    """Negative control of the replay: a capture that holds the numbers drawn while it was made gives the same drafts for ever."""
+    model = frozen()
+    session, program, _ = drafting(model)
+
+    def drawn():
+        found = []
+        for _ in range(30):
+            with torch.inference_mode():
+                session.fixed.run(program)
+            found.append(tuple(program.function.tokens[0].tolist()))
+        return len(set(found))
+
+    assert drawn() > 5
+    rand = torch.rand
+    held = rand((1, 1), dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: held.clone())
+    with torch.inference_mode():
+        program.graph = Replayed(program.function, None, {})
+    monkeypatch.setattr(torch, "rand", rand)
+    assert drawn() == 1
+
+
+def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_with_the_model():
+    model = frozen()
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds"):
+        for rows in (1, 2, 3, 4, 5, 6, 7):
+            model.generate(**padded([5 + n for n in range(rows)]), do_sample=False, max_new_tokens=4)
+    idle = fixed._IDLE[model]
+    assert 1 <= len(idle) <= fixed.KEPT
+    passes = [fixed.FixedPasses(model, "off") for _ in range(2)]
+    for each in passes:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=prompt(4), use_cache=True, **{NAME: cache})
+        each.fill(cache, [0])
+    assert passes[0].cache is not passes[1].cache
+    passes[0].close()
+    again = fixed.FixedPasses(model, "off")
+    again.fill(cache, [0])
+    assert again.cache is not passes[1].cache
+    gone = weakref.ref(model)
+    del model, passes, again, each, idle
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_whose_weights_were_replaced_is_captured_anew():
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=20)
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds"):
+        model.generate(**given)
+        made = Replayed.made
+        model.generate(**given)
+        assert Replayed.made == made
+        model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
+        found = model.generate(**given)
+    assert Replayed.made > made and torch.equal(found, model.generate(**given))
+
+
+def test_two_threads_decode_with_one_model():
+    model = frozen()
+    drafter = noisy_copy(model, 0.02).requires_grad_(False)
+    prompts = [prompt(6 + n, seed=n) for n in range(4)]
+    expected = [model.generate(ids, do_sample=False, max_new_tokens=25) for ids in prompts]
+    found = {}
+
+    def call(n):
+        for _ in range(3):
+            found[n] = model.generate(prompts[n], do_sample=False, max_new_tokens=25)
+
+    with specplug.attach(model, drafter, gamma=3, engine="rounds"):
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert all(torch.equal(found[n], expected[n]) for n in range(4))
+
+
+def test_what_cannot_be_captured_is_run_as_it_is_and_named_once(monkeypatch, caplog):
+    def refuses(program, device, shared):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setitem(fixed.GRAPHS, "cpu", refuses)
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=20)
+    expected = model.generate(**given)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), gamma=3, engine="rounds"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**given), expected)
+    said = [each.getMessage() for each in caplog.records if "without graphs" in each.getMessage()]
+    assert len(said) == 2 and all("LlamaForCausalLM" in each for each in said)  # target and draft
+
+
+def test_a_text_that_grows_beyond_its_buffers_moves_to_larger_ones(monkeypatch):
+    monkeypatch.setattr(fixed, "MIN_ROOM", 8)
+    model, given = frozen(), dict(input_ids=prompt(6), do_sample=False, max_new_tokens=60)
+    expected = model.generate(**given)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), gamma=3, engine="rounds"):
+        assert torch.equal(model.generate(**given), expected)
+    assert fixed._IDLE[model][-1].cache.room == 128
+
+
+def test_a_text_at_the_end_of_the_positions_that_the_model_has(monkeypatch):
+    model = model_of(OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32, eos_token_id=None))
+    given = dict(input_ids=prompt(9), do_sample=False, max_new_tokens=55)
+    expected = model.generate(**given)
+    with specplug.attach(model, "lookup", gamma=4, engine="rounds"):
+        assert torch.equal(model.generate(**given), expected)
+    assert Replayed.replays
+
+
+def test_graph_compile_compiles_the_passes_and_nothing_else_does(monkeypatch):
+    compiled, original = [], torch.compile
+
+    def eager(function, **given):
+        compiled.append(given)
+        return original(function, backend="eager", **given)
+
+    monkeypatch.setattr(torch, "compile", eager)
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=12)
+    expected = model.generate(**given)
+    for graph, number in (("capture", 0), ("off", 0), ("compile", 1)):
+        with specplug.attach(model, "lookup", gamma=1, engine="rounds", graph=graph):
+            assert torch.equal(model.generate(**given), expected)
+        assert len(compiled) == number
+    assert compiled == [{"dynamic": False}]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: setattr(model.config, "layer_types", ["chunked_attention"] * 2), "neither full nor sliding"),
+        (lambda model: setattr(model.config, "_attn_implementation", "flash_attention_2"), "takes no mask"),
+        (lambda model: setattr(model.config, "_attn_implementation", "flex_attention"), "takes no mask"),
+    ],
+)
+def test_what_is_not_served_is_named(change, reason):
+    model = frozen()
+    assert fixed.why_not(model, "off") == "graph=off on cpu"
+    change(model)
+    assert reason in fixed.why_not(model, "capture")
