@@ -202,6 +202,10 @@ def decode(
         tree=schedule.tree is not None,
     )
     session: Any = drafter.start(request)
+    if (
+        fixed is not None and stateless and noise is None and not synchronize
+    ):  # else waiting would be counted as drafting
+        verify = functools.partial(verify, begin=getattr(session, "begin", None))
     in_tree = functools.partial(
         verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
     )

@@ -48,14 +48,23 @@ class Text:
 
 
 def verify_at_once(
-    proposal: Proposal, logits: Tensor, processors: LogitsProcessorList, do_sample: bool, text: Text, rule: str
+    proposal: Proposal,
+    logits: Tensor,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    text: Text,
+    rule: str,
+    begin: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Iterator[Emitted]:
-    """`logits` is (1, G + 1, V) in fp32; every processor must be stateless. `rule`: see verify.RULES."""
+    """`logits` is (1, G + 1, V) in fp32; every processor must be stateless. `rule`: see verify.RULES. `begin` is given the verdict
+    on the device, (1,) accepted drafts and (1,) next token, before the host waits for it."""
     scores = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
     if do_sample:
         verified = RULES[rule](proposal.tokens, proposal.probs, warp.to_probs(scores))
     else:
         verified = verify_greedy(proposal.tokens, scores)
+    if begin is not None:
+        begin(*verified)
     # The one host read of the round.
     num_accepted, next_token, *drafts = checked(torch.cat([*verified, proposal.tokens[0]]).tolist())
     for i in range(num_accepted):

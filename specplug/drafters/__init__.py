@@ -208,6 +208,11 @@ class OneRow:
     def observe(self, num_accepted: int) -> None:
         self.rows.observe(0, num_accepted)
 
+    def begin(self, num_accepted: Tensor, next_token: Tensor) -> None:
+        begin: Any = getattr(self.rows, "begin", None)
+        if begin is not None:
+            begin(num_accepted, next_token)
+
 
 def start_rows(drafter: Drafter, request: Request, num_rows: int) -> RowSession:
     """A drafter that can draft for several sequences in one pass says so by a method `start_rows(request, num_rows)`."""

@@ -7,7 +7,7 @@ that reads the text, the noise of the target's draws), each step is a pass of it
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ from specplug.drafters import Request, RowProposals
 from specplug.drafters.forward import Forward, in_vocabulary
 from specplug.fixed import WIDTHS, Buffers, FixedPasses
 from specplug.verify import sample_by_inversion
+
+# Where the host waits for a device, which can draft meanwhile.
+OVERLAPPING = {"cuda"}
+
+
+class Begun(NamedTuple):
+    """A loop that runs already: how many drafts, and the length that the text will have if the last round ends as it seems."""
+
+    gamma: int
+    length: int
 
 
 class DraftLoop:
@@ -68,6 +78,10 @@ class FixedDraft(Forward):
         self.num_right = [0] * num_rows  # leading tokens of each text that are in the cache
         self.num_fed: dict[int, int] = {}  # drafts of the last proposal that are in the cache, until they are judged
         self.loops = _key(request) is not None
+        self.last: tuple[int, Tensor, Tensor] | None = (
+            None  # what was asked for, (1, T) text and (1, G) drafts of this round
+        )
+        self.begun: Begun | None = None
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         lengths = {b: texts[b].shape[1] for b in active}
@@ -82,10 +96,16 @@ class FixedDraft(Forward):
         elif 2 * len(active) <= len(self.rows):
             self.fixed.select([self.rows.index(b) for b in active])
             self.rows = list(active)
-        self._catch_up(own)
+        begun, self.begun = self.begun, None
+        ready = begun is not None and begun == Begun(gamma, max(lengths.values()))
+        if not ready:
+            self._catch_up(own)
         started, before = self._now(), self.request.capture.seconds
         with torch.inference_mode():
-            tokens, probs = self._loop(own, gamma) if self.loops else self._steps(own, gamma)
+            if self.loops:
+                tokens, probs = self._loop(own, gamma, ready)
+            else:
+                tokens, probs = self._steps(own, gamma)
         self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
         made = tokens.shape[1]
         for b in active:
@@ -93,11 +113,37 @@ class FixedDraft(Forward):
             self.num_fed[b], self.num_right[b] = fed, lengths[b]
         if not made:
             return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
-        return self._of_all(texts, active, tokens, probs)
+        proposals = self._of_all(texts, active, tokens, probs)
+        if self.num_rows == 1:
+            self.last = (gamma, own[active[0]], proposals.tokens)
+        return proposals
+
+    def begin(self, num_accepted: Tensor, next_token: Tensor) -> None:
+        """Of one sequence: go on drafting behind what the target has just decided, (1,) each, which the host does not know yet.
+
+        If the next round asks for other drafts, these are for nothing; what was put into the cache is right in any case.
+        """
+        if self.last is None or not self.loops or next_token.device.type not in OVERLAPPING:
+            return
+        (gamma, text, drafts), self.last = self.last, None
+        furthest = text.shape[1] + drafts.shape[1] + 1
+        if next_token.device != text.device or furthest + gamma > (self.max_length or furthest + gamma):
+            return
+        with torch.inference_mode():
+            program = self._program(gamma, furthest)
+            loop: DraftLoop = program.function
+            before = torch.cat([text[:, -1:], drafts], dim=1).gather(1, num_accepted[:, None])
+            loop.first.copy_(torch.cat([before, next_token[:, None]], dim=1))
+            loop.starts.copy_(text.shape[1] - 1 + num_accepted)
+            self.fixed.run(program)
+        self.num_steps += gamma
+        self.begun = Begun(gamma, text.shape[1] + 1)  # and as many more as are kept, see observe
 
     def observe(self, row: int, num_accepted: int) -> None:
         """The drafts that were fed are in the cache; those that the target kept may stay."""
         self.num_right[row] += min(self.num_fed.pop(row, 0), num_accepted)
+        if self.begun is not None:
+            self.begun = self.begun._replace(length=self.begun.length + num_accepted)
 
     def _prefill(self, own: dict[int, Tensor]) -> None:
         """All of the texts but their last tokens, as any prompt."""
@@ -141,21 +187,26 @@ class FixedDraft(Forward):
             torch.cat([full.get(row, anything) for row in self.rows]), [starts.get(row, 0) for row in self.rows]
         )
 
-    def _loop(self, own: dict[int, Tensor], gamma: int) -> tuple[Tensor, Tensor | None]:
-        """(A, G) drafts and what they were drawn from, (A, G, V), by one program."""
-        self.fixed.make_room(max(text.shape[1] for text in own.values()) + gamma)
-        program = self.fixed.program(("drafts", gamma, _key(self.request)), self._make_loop(gamma))
+    def _loop(self, own: dict[int, Tensor], gamma: int, ready: bool) -> tuple[Tensor, Tensor | None]:
+        """(A, G) drafts and what they were drawn from, (A, G, V), by one program, which may have been run already."""
+        program = self._program(gamma, max(text.shape[1] for text in own.values()))
         loop: DraftLoop = program.function
-        anything = next(iter(own.values()))
-        loop.first.copy_(torch.cat([own.get(row, anything)[:, -2:] for row in self.rows]))
-        self.fixed.write(loop.starts, [own[row].shape[1] - 2 if row in own else 0 for row in self.rows])
-        self.fixed.run(program)
-        self.num_steps += gamma
+        if not ready:
+            anything = next(iter(own.values()))
+            loop.first.copy_(torch.cat([own.get(row, anything)[:, -2:] for row in self.rows]))
+            self.fixed.write(loop.starts, [own[row].shape[1] - 2 if row in own else 0 for row in self.rows])
+            self.fixed.run(program)
+            self.num_steps += gamma
         places = self._places(own)
         return loop.tokens[places], None if loop.probs is None else loop.probs[places]
 
-    def _make_loop(self, gamma: int) -> Any:
-        return lambda buffers, compiled: DraftLoop(buffers, gamma, self.request, compiled)
+    def _program(self, gamma: int, length: int) -> Any:
+        """The loop of so many drafts, with room for them behind texts of this length."""
+        self.fixed.make_room(length + gamma)
+        return self.fixed.program(
+            ("drafts", gamma, _key(self.request)),
+            lambda buffers, compiled: DraftLoop(buffers, gamma, self.request, compiled),
+        )
 
     def _steps(self, own: dict[int, Tensor], gamma: int) -> tuple[Tensor, Tensor | None]:
         """The same by one pass a draft."""
