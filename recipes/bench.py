@@ -7,7 +7,8 @@ specplug -m recipe=bench recipe.batch_size=1,2,4,8
 The sides: `generate` of transformers as it is, its assisted generation, on a GPU its static cache; ours with nothing drafted, with
 each of `recipe.gammas`, and with the adaptive schedule. Each batch of prompts goes through all sides before the next one does,
 `recipe.repeats` times, of which the median counts. Beside the speed: a round's time by target, draft and the rest; the share of what
-the memory's speed allows, and of what theory makes of alpha and the costs measured here. Writes samples.jsonl, bench.json, bench.md
+the memory's speed allows, and of what theory makes of alpha and the costs measured here; first calls and recording beside later calls;
+host reads and launches of a round. Writes samples.jsonl, bench.json, bench.md
 and plots/bench.svg; the last line of stdout is JSON. `resume=DIR` goes on with a run that was cut short.
 
 Pairs named shape_* have random weights in the shapes of well-known models, so that speed can be measured without a download.
@@ -22,7 +23,7 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.text import Text
@@ -34,13 +35,21 @@ from specplug.config import Bench, Config, ConfigError, Drafter
 from specplug.console import Bar, console, table_of
 from specplug.data import load_rows
 from specplug.escape import in_markdown, one_line
-from specplug.measure import Sides, measure_passes, synchronize
+from specplug.launches import Counts, count
+from specplug.measure import Sides, measure_passes, synchronize, timed_batch
 from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.runs import Run, describe_environment, each_sample, write_json
 from specplug.schedule import AdaptiveSchedule, FixedSchedule, Schedule
 
 COPIED = 1 << 28  # bytes; more than any cache holds
+COUNTED_TOKENS = 48  # of the call whose host reads and launches are counted; all rounds are much the same
+NEVER = 1 << 30  # passes before one is recorded
+CALLS = (
+    "First calls compile, and record passes that all ways use: the first to need one pays for it. Later: the median of all timed calls."
+    " Host reads and launches: of rounds behind the first, in a call that was not timed; on the CPU they are calls that would wait for a"
+    " device, and operations that Python asks for."
+)
 
 
 def run(config: Config, folder: Path) -> int:
@@ -69,16 +78,17 @@ def run(config: Config, folder: Path) -> int:
             plugin.verify = bench.SYNTHETIC
         ways = ways_of(config, sides)
         bar = Bar("bench").start(len(batches), len(results.done))
-        interrupted = False
+        interrupted, first_calls, counts = False, {}, {}
         try:
             plugin.record_after = 0  # the first calls compile, record and learn
-            for way in ways.values():
-                way(batches[0], 0)
+            for name, way in ways.items():
+                first_calls[name] = way(batches[0], 0)
             plugin.record_after = None
             for number, batch in enumerate(batches):
                 if str(number) not in results.done:
                     results.append(measured(ways, batch, number, recipe.repeats) | {"id": str(number)})
                     bar.advance(number + 1)
+            counts = {name: way.counted(batches[0]) for name, way in ways.items()}
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -95,7 +105,7 @@ def run(config: Config, folder: Path) -> int:
         )
         costs = bench.Costs(passes, plain_step, draft_step, drafter.costs_nothing, *memory(model, prompts[0]))
     samples = list({sample["id"]: sample for sample in each_sample(folder / "samples.jsonl")}.values())
-    summary = bench.summarize(samples, costs, recipe.synthetic_alpha, recipe.batch_size)
+    summary = bench.summarize(samples, costs, recipe.synthetic_alpha, recipe.batch_size, first_calls, counts)
     summary["peak_bytes_process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     write(folder, summary)
     if interrupted:
@@ -105,7 +115,30 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-Way = Any  # (prompts, seed) -> what one call on them made, ready for JSON
+class Way(NamedTuple):
+    """One way to decode: called with prompts and a seed, it gives what one call on them made, ready for JSON."""
+
+    sides: Sides
+    schedule: Schedule | None  # of ours; None is transformers'
+    more: dict[str, Any]
+
+    def __call__(self, prompts: list[Tensor], seed: int) -> dict[str, Any]:
+        return call(self.sides, prompts, seed, self.schedule, self.more)
+
+    def counted(self, prompts: list[Tensor]) -> Counts | None:
+        """Host reads and launches of ours, in a call that is not timed, by the recordings that are there."""
+        sides, plugin = self.sides, self.sides.plugin
+        if self.schedule is None:
+            return None
+        arguments = sides.arguments | {"max_new_tokens": min(sides.arguments["max_new_tokens"], COUNTED_TOKENS)}
+        plugin.schedule, plugin.record_after, plugin.synchronize = self.schedule, NEVER, False
+        plugin.attach(sides.model)
+        try:
+            decode = functools.partial(timed_batch, sides.model, prompts, sides.pad, 0, **arguments)
+            return count(decode, self.schedule, sides.model.device.type)
+        finally:
+            plugin.detach()
+            plugin.record_after, plugin.synchronize = None, True
 
 
 def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
@@ -113,24 +146,17 @@ def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
     recipe = config.recipe
     assert isinstance(recipe, Bench)
     plugin, model = sides.plugin, sides.model
-
-    def theirs(**more: Any) -> Way:
-        return lambda prompts, seed: call(sides, prompts, seed, None, more)
-
-    def ours(schedule: Schedule) -> Way:
-        return lambda prompts, seed: call(sides, prompts, seed, schedule, {})
-
-    ways = {bench.PLAIN: theirs()}
+    ways = {bench.PLAIN: Way(sides, None, {})}
     if (
         sides.assisted is not None and recipe.synthetic_alpha is None
     ):  # theirs would accept what random weights agree on
-        ways[bench.ASSISTED] = theirs(**sides.assisted)
+        ways[bench.ASSISTED] = Way(sides, None, sides.assisted)
     if model.device.type == "cuda" and recipe.batch_size == 1:  # generate compiles where it finds one
-        ways[bench.STATIC] = theirs(cache_implementation="static")
+        ways[bench.STATIC] = Way(sides, None, {"cache_implementation": "static"})
     for gamma in sorted({0, *recipe.gammas}):
-        ways[f"gamma {gamma}"] = ours(FixedSchedule(gamma))
+        ways[f"gamma {gamma}"] = Way(sides, FixedSchedule(gamma), {})
     learning = plugin.schedule if isinstance(plugin.schedule, AdaptiveSchedule) else AdaptiveSchedule()
-    return ways | {bench.ADAPTIVE: ours(learning)}
+    return ways | {bench.ADAPTIVE: Way(sides, learning, {})}
 
 
 def call(
@@ -214,23 +240,35 @@ def memory(model: Any, ids: Tensor) -> tuple[int, float]:
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
-    rows = bench.table(summary)
     write_json(folder / "bench.json", summary)
-    drawn = plots.ways(summary)
     alpha = summary["synthetic_alpha"]
     note = "" if alpha is None else f"Synthetic: each draft was kept with probability {alpha:g}, whatever it was."
-    cells = [[in_markdown(cell) for cell in row] for row in rows]
-    cells.insert(1, ["---"] * len(rows[0]))
-    lines = ["# Ways to decode", "", *([note, ""] if note else []), *("| " + " | ".join(row) + " |" for row in cells)]
-    lines += [
-        "",
-        "Medians of repeats, all tokens over all seconds. Decoding leaves out the prompt's pass and the first token.",
-    ]
-    (folder / "plots").mkdir(exist_ok=True)
-    (folder / "plots" / "bench.svg").write_text(plots.standalone(drawn), encoding="utf-8")
-    lines += ["", f"![{drawn.title}](plots/bench.svg)", "", drawn.caption]
+    lines = ["# Ways to decode", "", *([note, ""] if note else [])]
+    tables = {
+        "Medians of repeats, all tokens over all seconds. Decoding leaves out the prompt's pass and the first token.": bench.table(
+            summary
+        ),
+        CALLS: bench.table_of_calls(summary),
+    }
+    for caption, rows in tables.items():
+        lines += [*in_rows(rows), "", caption, ""]
+        console.print(table_of([[one_line(cell, 40) for cell in row] for row in rows]))
+    lines += with_plot(folder, plots.ways(summary))
     (folder / "bench.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    console.print(table_of([[one_line(cell, 40) for cell in row] for row in rows]))
     if note:
         console.print(Text(note, style="bold"))
     console.print(Text(f"report: {folder}/bench.md"))
+
+
+def in_rows(rows: list[list[str]]) -> list[str]:
+    """A table in Markdown, header first."""
+    cells = [[in_markdown(cell) for cell in row] for row in rows]
+    cells.insert(1, ["---"] * len(rows[0]))
+    return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def with_plot(folder: Path, drawn: plots.Plot) -> list[str]:
+    """Write it into the folder; lines of Markdown that show it."""
+    (folder / "plots").mkdir(exist_ok=True)
+    (folder / "plots" / f"{drawn.name}.svg").write_text(plots.standalone(drawn), encoding="utf-8")
+    return [f"![{drawn.title}](plots/{drawn.name}.svg)", "", drawn.caption]
