@@ -22,6 +22,7 @@ from transformers import (
 
 from specplug import carrier, hook
 from specplug import kernel as kernels
+from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
@@ -282,7 +283,7 @@ class SpeculativeProcessor(LogitsProcessor):
         """The engine for this call and the reason. Raises ValueError if the one that was asked for cannot serve it."""
         if settings.engine == "plain":
             return "plain", "engine=plain"
-        reason = why_not_at_all(model, input_ids, config, model_kwargs)
+        reason = why_not_at_all(model, input_ids, config, model_kwargs) or why_not_attention(model)
         if reason is not None:
             if settings.engine != "auto":
                 raise ValueError(
