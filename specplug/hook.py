@@ -72,6 +72,14 @@ class SpeculativeMixin:
         refuse_seed("transformers' assisted generation (assistant_model or prompt_lookup_num_tokens)")
         return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
 
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Also what `generate(cache_implementation="paged")` comes to."""
+        refuse_seed("continuous batching")
+        plugin = attached(self)
+        if plugin is not None:
+            plugin.warn_once("continuous batching is left to transformers, without drafts; generate decodes with them")
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super()._prefill(*args, **kwargs)  # type: ignore[misc]
         lookahead = _LOOKAHEADS.get(id(outputs.get(NAME)))

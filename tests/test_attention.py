@@ -157,3 +157,17 @@ def test_it_would_be_wrong_otherwise(unmasked, monkeypatch):
     monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
     with specplug.attach(model, draft, gamma=3):
         assert not torch.equal(model.generate(prompt(9), **CALL), plain)
+
+
+def test_continuous_batching_is_left_to_transformers(caplog, monkeypatch):
+    """Its manager, which takes a minute to set up its memory on a CPU, is left out here."""
+    model = make_model()
+    asked = []
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs, **_: asked.append(inputs) or "theirs")
+    with specplug.attach(model, noisy_copy(model), gamma=3) as plugin:
+        assert model.generate_batch([[3, 4]]) == "theirs" and asked == [[[3, 4]]]
+        assert plugin.last is None and "continuous batching is left to transformers" in caplog.text
+        call = CALL | {"cache_implementation": "paged", "do_sample": True}
+        with pytest.raises(ValueError, match="continuous batching draws in a loop of its own"):
+            model.generate(prompt(9), **call, specplug={"seed": 1})
+    assert len(asked) == 1
