@@ -157,9 +157,9 @@ class SpeculativeProcessor(LogitsProcessor):
         if kwargs["generation_config"].num_beams > 1:
             hook.refuse_seed("beam search (num_beams above 1)")
             self.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
-            return hook.original_class(model)._beam_search(model, *args, **kwargs)  # type: ignore[attr-defined]
+            return hook.original_class(model)._beam_search(model, *args, **kwargs)
         self._meet(model, handed.get("tokenizer"))
-        plain = functools.partial(hook.original_class(model)._sample, model)  # type: ignore[attr-defined]
+        plain = functools.partial(hook.original_class(model)._sample, model)
         kwargs = {"streamer": handed.get("streamer"), "synced_gpus": handed.get("synced_gpus") or False, **kwargs}
         return self.serve(model, plain, *args, **kwargs)
 
