@@ -31,9 +31,10 @@ from specplug import kernel as kernels
 from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.drafters.suffix import SuffixDrafter
 from specplug.models import load_model
-from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, TreeSchedule
+from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule, TreeSchedule, without_tree
 from specplug.tree import Dynamic
 
+MAX_ROWS = 8  # sequences of a batch
 # By how much this may grow after warming up. Memory is handed back in whole pages and arenas; objects are those that torch,
 # transformers and recordings keep for what is met for the first time.
 TOLERANCES = {"resident_bytes": 64 << 20, "objects": 1000}
@@ -43,11 +44,14 @@ BOUNDS = {
     "models_recorded": ("models", 1),
     "models_tried_out": ("models", 1),
     "warnings": ("plugins", 6),
+    "estimates": ("plugins", MAX_ROWS),
 }
+OBJECTS_OF_ESTIMATES = 50  # lists and queues of one, when it knows all widths
 # What must be as it was before the first call.
 AT_REST = (
     "hooks", "classes_changed", "attributes", "attached", "live_calls", "lookaheads", "settings", "layers_inside", "rules", "loops",
 )  # fmt: skip
+TWO_AT_ONCE = 0.06  # share of the calls that have another one beside them
 CHECKS = 10  # of what is alive, evenly over the calls
 
 
@@ -155,7 +159,7 @@ def build(name: str, **shape):
 
 def arguments(r: random.Random, world: World, form: str) -> dict:
     """Keyword arguments of one `generate` call."""
-    rows = 1 if r.random() < 0.6 else r.randint(2, 8)
+    rows = 1 if r.random() < 0.6 else r.randint(2, MAX_ROWS)
     lengths = [r.randint(1, 24) for _ in range(rows)]
     ids = torch.full((rows, max(lengths)), PAD)
     for b, length in enumerate(lengths):
@@ -201,7 +205,7 @@ def outcome(world: World, call: dict) -> str:
 
 def one(r: random.Random, world: World, plugin, form: str) -> list[str]:
     """One call, or two at once from two threads."""
-    calls = [arguments(r, world, form) for _ in range(2 if r.random() < 0.06 else 1)]
+    calls = [arguments(r, world, form) for _ in range(2 if r.random() < TWO_AT_ONCE else 1)]
     if form == "attached":
         plugin.attach(world.target)
     for call in calls:
@@ -272,11 +276,18 @@ def alive(made: list[World]) -> dict[str, int]:
         "models_tried_out": len(tree_pass._FOUND),
         "rules": len(verify.RULES),
         "loops": sum(len(plugin._loops) for plugin in plugins),
+        # By batch size, and that of trees apart from that of chains.
+        "estimates": sum(len(each.states) for plugin in plugins for each in estimating(plugin.schedule)),
         "warnings": sum(len(plugin._warned) for plugin in plugins),
         "threads": threading.active_count(),
         "system_threads": len(os.listdir("/proc/self/task")),
         "open_files": len(os.listdir("/proc/self/fd")),
     }  # fmt: skip
+
+
+def estimating(schedule) -> list[AdaptiveSchedule]:
+    """The adaptive schedules in it."""
+    return [each for each in (schedule, without_tree(schedule)) if isinstance(each, AdaptiveSchedule)]
 
 
 def trim() -> None:
@@ -289,6 +300,7 @@ def trim() -> None:
 def grown(before: dict[str, int], first: dict[str, int], last: dict[str, int]) -> dict[str, list[int]]:
     """What is more than it may be: before the first call, after warming up, at the end."""
     limits = {name: count + TOLERANCES.get(name, 0) for name, count in first.items()}
+    limits["objects"] += OBJECTS_OF_ESTIMATES * (last["estimates"] - first["estimates"])
     limits |= {name: first[name] + last[of] * each for name, (of, each) in BOUNDS.items()}
     limits |= {name: before[name] for name in AT_REST}
     return {name: [before[name], first[name], last[name]] for name in first if last[name] > limits[name]}

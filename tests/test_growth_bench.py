@@ -4,10 +4,13 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from conftest import make_model, prompt
 from test_bench import SHAPE, SHAPES
 
 import specplug
-from specplug import growth_bench
+from specplug import growth_bench, ways
+from specplug.cache import get_cache
 from specplug.cli import run_recipe
 from specplug.config import Bench, ConfigError
 from specplug.stats import Stats
@@ -78,6 +81,28 @@ def test_cut_short_it_goes_on(tmp_path, monkeypatch):
     summary = run(folder, *given, f"resume={folder}")
     assert calls == [0, 1, 1, 2] and (folder / "samples.jsonl").read_text().startswith(first)
     assert [each["point"] for each in summary["growth"]["gamma"]] == [0, 1, 2]
+
+
+def test_a_point_without_memory_is_left_out(tmp_path, monkeypatch):
+    def call(sides, prompts, *rest):
+        if len(prompts) > 1:
+            raise torch.OutOfMemoryError
+        return original(sides, prompts, *rest)
+
+    original = ways.call
+    monkeypatch.setattr(ways, "call", call)
+    summary = run(tmp_path / "run", "recipe.growth=batch", "recipe.points=[1,2]")
+    assert summary["left_out"] == ["batch=2 is left out: it does not fit into the memory of the device"]
+    assert len(summary["growth"]["batch"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_bytes_of_keys_and_values_are_those_of_the_cache(kind):
+    model, ids = make_model(kind), prompt(20)
+    with torch.no_grad():
+        cache = get_cache(model(input_ids=ids, use_cache=True))
+    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    assert ways.kv_bytes(model, 1, 20) == held and ways.kv_bytes(model, 3, 20) == 3 * held
 
 
 def test_nothing_can_be_measured(tmp_path, capsys):

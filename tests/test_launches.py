@@ -1,5 +1,8 @@
 """Host reads and launches of a round: what is counted, that it is all put back, and what our loop asks for."""
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
@@ -102,3 +105,42 @@ def test_other_schedules_and_batches_are_counted_by_passes():
 
 def test_a_call_without_rounds_has_nothing_to_count():
     assert counted(FixedSchedule(0), max_new_tokens=1)[0] is None
+
+
+def test_on_cuda_the_warnings_of_torch_are_counted(monkeypatch):
+    """With the calls that need a device in its place."""
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with launches.host_reads("cuda") as reads:
+        for text in (
+            "called a synchronizing CUDA operation",
+            "something else",
+            "called a synchronizing CUDA operation",
+        ):
+            warnings.warn(text, stacklevel=1)
+        assert reads() == 2
+    assert modes == [0, "warn", 0]
+
+
+def event(name, start, duration):
+    return SimpleNamespace(name=lambda: name, start_ns=lambda: start, duration_ns=lambda: duration)
+
+
+def test_launches_between_the_marks():
+    events = [
+        event("aten::mul", 0, 5),
+        event(launches.MARK, 10, 2),
+        event("aten::linear", 20, 30),
+        event("aten::addmm", 25, 10),  # part of it
+        event("cudaLaunchKernel", 27, 1),
+        event(launches.MARK, 60, 2),
+        event("forward", 70, 20),  # a replay
+        event("cudaGraphLaunch", 75, 5),
+        event("cudaDeviceSynchronize", 85, 5),
+        event(launches.MARK, 100, 2),
+        event("cudaLaunchKernel", 110, 1),
+    ]
+    profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    assert launches._launches(profiler, "cpu") == 2
+    assert launches._launches(profiler, "cuda") == 2
