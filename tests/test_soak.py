@@ -14,7 +14,7 @@ import specplug
 from specplug import hook
 from specplug.cache import NAME
 
-QUICK = 40  # calls
+QUICK = 30  # calls
 
 
 @pytest.fixture(autouse=True)
