@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specplug import theory
+from specplug.launches import Counts
 from specplug.stats import Stats, ratio
 from specplug.verify import Verified, sample_by_inversion
 
@@ -29,6 +31,16 @@ HEADER = (
     "way", "tok/s", "x plain", "decoding", "x plain", "first token", "a round", "target", "draft", "rest", "tokens a round",
     "of the memory's", "of theory's",
 )  # fmt: skip
+
+HEADER_OF_CALLS = (
+    "way",
+    "first call",
+    "of it recording",
+    "later calls",
+    "x later",
+    "host reads a round",
+    "launches a round",
+)
 
 
 @dataclass
@@ -64,16 +76,25 @@ def verify_synthetic(
 
 
 def summarize(
-    samples: Sequence[dict[str, Any]], costs: Costs | None, synthetic_alpha: float | None, batch_size: int
+    samples: Sequence[dict[str, Any]],
+    costs: Costs | None,
+    synthetic_alpha: float | None,
+    batch_size: int,
+    first_calls: dict[str, dict[str, Any]],
+    counts: dict[str, Counts | None],
 ) -> dict[str, Any]:
-    """Figures of every way, over the samples that have it; None where nothing was measured."""
+    """Figures of every way, over the samples that have it; None where nothing was measured.
+
+    `first_calls`: what the first call of each way made. `counts`: of ours, the host reads and launches of a call.
+    """
     names = list(dict.fromkeys(name for each in samples for name in each["ways"]))
     ways = {name: of_way([each["ways"][name] for each in samples if name in each["ways"]]) for name in names}
     for way in ways.values():
         for kind in ("tokens_per_second", "tokens_per_second_decode"):
             way[kind.replace("tokens_per_second", "speedup")] = quotient(way[kind], ways[PLAIN][kind])
-    if costs is not None:
-        for name, way in ways.items():
+    for name, way in ways.items():
+        way.update(of_calls(first_calls.get(name), counts.get(name)))
+        if costs is not None:
             add_shares(name, way, ways, costs, batch_size)
     return {
         "synthetic_alpha": synthetic_alpha,
@@ -102,6 +123,7 @@ def of_way(made: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds_per_round": ratio(stats.seconds_rounds - stats.seconds_capture, rounds),
         "round": {name: ratio(spent, rounds) for name, spent in parts.items()},
         "seconds_capture": stats.seconds_capture,
+        "seconds_later": median(each["seconds"] for each in made),
         "num_rounds": rounds,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "mean_gamma": stats.mean_gamma,
@@ -110,6 +132,17 @@ def of_way(made: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_bytes": max((each["peak_bytes"] for each in made if each["peak_bytes"] is not None), default=None),
         "same_ids": sum(bool(each["same_ids"]) for each in made),
         "num_batches": len(made),
+    }
+
+
+def of_calls(first: dict[str, Any] | None, counts: Counts | None) -> dict[str, Any]:
+    """What the first call took, which compiles and records, and what a round asks of the host and of the device."""
+    recording = None if first is None or first["stats"] is None else first["stats"]["seconds_capture"]
+    return {
+        "seconds_first_call": None if first is None else first["seconds"],
+        "seconds_capture_first_call": recording,
+        "host_reads_per_round": None if counts is None else counts.host_reads / counts.num_rounds,
+        "launches_per_round": None if counts is None else counts.launches / counts.num_rounds,
     }
 
 
@@ -141,18 +174,20 @@ def quotient(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def milliseconds(value: float | None) -> str:
+    return number(None if value is None else 1e3 * value, 2, " ms")
+
+
+def percent(value: float | None) -> str:
+    return number(None if value is None else 100 * value, 0, " %")
+
+
 def table(summary: dict[str, Any]) -> list[list[str]]:
     """HEADER and a row a way."""
-
-    def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-        return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-    def milliseconds(value: float | None) -> str:
-        return number(None if value is None else 1e3 * value, 2, " ms")
-
-    def percent(value: float | None) -> str:
-        return number(None if value is None else 100 * value, 0, " %")
-
     rows = [list(HEADER)]
     for name, way in summary["ways"].items():
         rows.append(
@@ -171,3 +206,22 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def table_of_calls(summary: dict[str, Any]) -> list[list[str]]:
+    """HEADER_OF_CALLS and a row a way."""
+    return [
+        list(HEADER_OF_CALLS),
+        *(
+            [
+                name,
+                milliseconds(way["seconds_first_call"]),
+                milliseconds(way["seconds_capture_first_call"]),
+                milliseconds(way["seconds_later"]),
+                number(quotient(way["seconds_first_call"], way["seconds_later"]), 2, "x"),
+                number(way["host_reads_per_round"]),
+                number(way["launches_per_round"], 0),
+            ]
+            for name, way in summary["ways"].items()
+        ),
+    ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from specplug import hook
+from specplug.attention import why_not_attention
 from specplug.cache import get_cache
 from specplug.decode import why_not_at_all
 from specplug.lookahead import Lookahead
@@ -62,6 +63,7 @@ def arm(plugin: Any, input_ids: Tensor) -> None:
     call = Call(num_calls=1, engine="lookahead", reason="passed as a logits processor")
     key = id(frame)
     reason = "engine=plain" if plugin.engine == "plain" else why_not_at_all(model, input_ids, config, model_kwargs)
+    reason = reason or why_not_attention(model)
     if reason is not None:
         plugin.warn_once(f"decoding plainly, without drafts: {reason}")
         call.engine, call.reason = "plain", reason

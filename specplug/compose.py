@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specplug import growth_bench
 from specplug.config import (
     Adaptive,
     Answer,
@@ -356,6 +357,7 @@ def check(config: Config) -> None:
         need(alpha is None or 0 <= alpha <= 1, "recipe.synthetic_alpha", alpha, "must be between 0 and 1, or null")
         sampled = alpha is None or s.temperature > 0
         need(sampled, "recipe.synthetic_alpha", alpha, "is drawn where drafts are sampled; add sampling.temperature=1")
+        problems += growth_bench.problems(config)
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")
     if isinstance(recipe, Generate):

@@ -373,6 +373,12 @@ class Bench(Recipe):
     prompt_tokens: int | None = None  # cut or repeat prompts to so many tokens
     compare_assisted: bool = True
     synthetic_alpha: float | None = None  # keep each draft with this probability, whatever it is
+    growth: Any = (
+        None  # in place of the ways, how cost grows with context, batch, gamma or vocabulary; a list is taken too
+    )
+    points: list[int] = field(
+        default_factory=list
+    )  # growth: where it is measured, in place of those of growth_bench.py
 
 
 @dataclass

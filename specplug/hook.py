@@ -52,12 +52,16 @@ _SETTINGS: ContextVar[CallSettings | None] = ContextVar("specplug settings of th
 
 
 class SpeculativeMixin:
-    """Put before a model's own class while it is served."""
+    """Put before a model's own class while it is served.
+
+    A method may be looked up while that is so and run when it is over, where calls of several threads end at different times. So
+    what stands behind it is not looked up by `super()`, which would then raise, but see `_own`.
+    """
 
     _specplug_original: type
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        plain = super()._sample  # type: ignore[misc]
+        plain = _own(self, "_sample")
         plugin = attached(self)
         return plain(*args, **kwargs) if plugin is None else plugin.serve(self, plain, *args, **kwargs)
 
@@ -66,14 +70,22 @@ class SpeculativeMixin:
         plugin = attached(self)
         if plugin is not None:
             plugin.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
-        return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+        return _own(self, "_beam_search")(*args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         refuse_seed("transformers' assisted generation (assistant_model or prompt_lookup_num_tokens)")
-        return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        return _own(self, "_assisted_decoding")(*args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Also what `generate(cache_implementation="paged")` comes to."""
+        refuse_seed("continuous batching")
+        plugin = attached(self)
+        if plugin is not None:
+            plugin.warn_once("continuous batching is left to transformers, without drafts; generate decodes with them")
+        return _own(self, "generate_batch")(*args, **kwargs)
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super()._prefill(*args, **kwargs)  # type: ignore[misc]
+        outputs = _own(self, "_prefill")(*args, **kwargs)
         lookahead = _LOOKAHEADS.get(id(outputs.get(NAME)))
         if lookahead is not None:
             lookahead.after_prefill(outputs)
@@ -82,14 +94,20 @@ class SpeculativeMixin:
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """torch's `Module.__call__` after its own look-up: found on the class at each call, also through a bound
         `model.__call__` that the loop took before the swap. `forward` may be covered by hooks on the instance."""
-        forward = super()._call_impl  # type: ignore[misc]
+        forward = _own(self, "_call_impl")
         lookahead = _LOOKAHEADS.get(id(kwargs.get(NAME)))
         return forward(*args, **kwargs) if lookahead is None else lookahead.forward(forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the original class, without the plugin."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return (_new_instance, (self._specplug_original,), *reduced[2:])
+        original = original_class(self)
+        reduced: Any = original.__reduce_ex__(self, protocol)
+        return (_new_instance, (original,), *reduced[2:])
+
+
+def _own(model: Any, name: str) -> Any:
+    """A method of the model's own class, bound."""
+    return getattr(original_class(model), name).__get__(model)
 
 
 def _new_instance(original: Any) -> Any:
@@ -118,8 +136,9 @@ def _speculative_class(original: type) -> type:
     return _CLASSES[original]
 
 
-def original_class(model: Any) -> type:
-    return model._specplug_original if isinstance(model, SpeculativeMixin) else type(model)
+def original_class(model: Any) -> Any:
+    now = type(model)  # looked at once: another thread may be about to change it
+    return getattr(now, "_specplug_original", now)
 
 
 def attached(model: Any) -> Any:

@@ -59,7 +59,7 @@ def load_model(config: Model | Draft, role: str) -> PreTrainedModel:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise ConfigError(
+        raise refused_attention(config, role, error) or ConfigError(
             f"{role}.name_or_path={config.name_or_path}: cannot be loaded: {first_line(error)}"
         ) from error
     if quantization is None:
@@ -70,9 +70,21 @@ def load_model(config: Model | Draft, role: str) -> PreTrainedModel:
 def model_of_shape(config: Model | Draft, role: str, device: str) -> PreTrainedModel:
     """Random weights in the shape that is given: as quick as real ones, and without a download."""
     kwargs = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
-    with torch.device(device):
-        model = random_model(f"{role}.shape", config.shape, dtype=getattr(torch, config.dtype.value), **kwargs)
+    try:
+        with torch.device(device):
+            model = random_model(f"{role}.shape", config.shape, dtype=getattr(torch, config.dtype.value), **kwargs)
+    except (ConfigError, ImportError) as error:
+        raise refused_attention(config, role, error) or error from None
     return model.eval()
+
+
+def refused_attention(config: Model | Draft, role: str, error: BaseException) -> ConfigError | None:
+    """If the kind of attention is why a model was not loaded: that, in one line. transformers says what it lacks."""
+    kind = config.attn_implementation
+    if kind is None or not (isinstance(error, ImportError) or "attn_implementation" in str(error)):
+        return None
+    reason = first_line(error.__cause__ or error)
+    return ConfigError(f"{role}.attn_implementation={kind}: {reason} Leave it out, or take sdpa or eager.")
 
 
 def random_model(key: str, fields: dict[str, Any], **kwargs: Any) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from transformers import (
 
 from specplug import carrier, hook, packed
 from specplug import kernel as kernels
+from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
@@ -158,9 +159,9 @@ class SpeculativeProcessor(LogitsProcessor):
         if kwargs["generation_config"].num_beams > 1:
             hook.refuse_seed("beam search (num_beams above 1)")
             self.warn_once("beam search is left to transformers, without drafts; num_beams=1 uses them")
-            return hook.original_class(model)._beam_search(model, *args, **kwargs)  # type: ignore[attr-defined]
+            return hook.original_class(model)._beam_search(model, *args, **kwargs)
         self._meet(model, handed.get("tokenizer"))
-        plain = functools.partial(hook.original_class(model)._sample, model)  # type: ignore[attr-defined]
+        plain = functools.partial(hook.original_class(model)._sample, model)
         kwargs = {"streamer": handed.get("streamer"), "synced_gpus": handed.get("synced_gpus") or False, **kwargs}
         return self.serve(model, plain, *args, **kwargs)
 
@@ -283,7 +284,7 @@ class SpeculativeProcessor(LogitsProcessor):
         """The engine for this call and the reason. Raises ValueError if the one that was asked for cannot serve it."""
         if settings.engine == "plain":
             return "plain", "engine=plain"
-        reason = why_not_at_all(model, input_ids, config, model_kwargs)
+        reason = why_not_at_all(model, input_ids, config, model_kwargs) or why_not_attention(model)
         if reason is not None:
             if settings.engine != "auto":
                 raise ValueError(

@@ -35,7 +35,17 @@ def test_all_ways_are_measured_in_turn(tmp_path):
     assert sum(parts.values()) == pytest.approx(ways["gamma 2"]["seconds_per_round"])
     assert ways["gamma 2"]["predicted_speedup"] > 0 and ways["gamma 2"]["share_of_theory"] > 0
     assert ways[bench.PLAIN]["share_of_memory"] > 0 and ways["gamma 2"]["share_of_memory"] is None
+    for name, way in ways.items():
+        assert way["seconds_first_call"] > 0 and way["seconds_later"] > 0
+        ours = name in ("gamma 0", "gamma 2", bench.ADAPTIVE)
+        if name != bench.ADAPTIVE:  # which may be through in one round
+            assert (way["host_reads_per_round"] is not None) == (way["launches_per_round"] is not None) == ours
+        assert (way["seconds_capture_first_call"] is not None) == ours
+    assert ways["gamma 0"]["seconds_capture_first_call"] > 0, "it is the first that replays"
+    assert ways["gamma 0"]["host_reads_per_round"] == 1 == ways["gamma 2"]["host_reads_per_round"]
+    assert 10 < ways["gamma 0"]["launches_per_round"] < ways["gamma 2"]["launches_per_round"]
     report = (tmp_path / "run" / "bench.md").read_text()
+    assert "host reads a round" in report and "| first call |" in report
     assert "gamma 2" in report and "ynthetic" not in report and (tmp_path / "run" / "plots" / "bench.svg").exists()
 
 

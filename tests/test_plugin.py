@@ -1,6 +1,7 @@
 """attach and detach: symmetrical, refusing what does not fit, leaving alone what is not theirs."""
 
 import copy
+import functools
 import logging
 import pickle
 import threading
@@ -9,8 +10,10 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
 from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import specplug
+from specplug import hook
 from specplug.cache import NAME
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -165,6 +168,36 @@ def test_threads_on_one_model(target, draft):
             thread.join()
         assert plugin.stats.num_calls == 400
     assert not wrong
+
+
+class Ends(BaseStreamer):
+    """Gets the prompt when transformers has looked up its loop and not begun it yet."""
+
+    def __init__(self, service):
+        self.service = service
+
+    def put(self, value):
+        service, self.service = self.service, lambda: None
+        service()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("how", ["the plugin is detached", "another call is over"])
+def test_a_call_goes_on_where_the_class_is_given_back_meanwhile(target, draft, how):
+    """As another thread may do at any time: by `detach`, or when a call ends that has the plugin as a processor."""
+    original, plain = type(target), target.generate(prompt(), **GREEDY)
+    if how == "another call is over":
+        hook.begin_call(target)
+        end = functools.partial(hook.end_call, target)
+    else:
+        end = specplug.attach(target, draft, gamma=4).detach
+    step = target._call_impl  # looked up before, called behind
+    assert torch.equal(target.generate(prompt(), streamer=Ends(end), **GREEDY), plain)
+    assert type(target) is original
+    with torch.no_grad():
+        assert torch.equal(step(input_ids=prompt()).logits, target(input_ids=prompt()).logits)
 
 
 REFUSED = {
