@@ -33,6 +33,7 @@ WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 MIN_ROOM = 256  # positions of a row at least; doubled when they are used up
 # Sets of buffers that a model keeps for its next calls: so many, and with several no more than such a share of its weights.
 KEPT, KEPT_SHARE = 4, 0.25
+PROGRAMS = 24  # of a set: widths, and numbers of drafts with each list of processors; the one not used for longest goes
 # Of a program, before it is captured: capturing runs it three times and costs as much again, and replays save most of a run.
 USES_BEFORE = 4
 
@@ -174,8 +175,11 @@ class FixedPasses:
         to be compiled."""
         programs = self._buffers.programs
         key = (key, self._compiled, torch.is_inference_mode_enabled())
-        if key not in programs:
-            programs[key] = Program(make(self._buffers, self._compiled))
+        programs[key] = programs.pop(key, None) or Program(
+            make(self._buffers, self._compiled)
+        )  # the last used at the end
+        while len(programs) > PROGRAMS:
+            del programs[next(iter(programs))]
         return programs[key]
 
     def run(self, program: Program) -> None:

@@ -26,7 +26,7 @@ from conftest import PAD, make_model, noisy_copy
 from torch import nn
 
 import specplug
-from specplug import capture, hook, tree_pass, verify
+from specplug import capture, fixed, hook, packed, tree_pass, verify
 from specplug import kernel as kernels
 from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.drafters.suffix import SuffixDrafter
@@ -43,6 +43,8 @@ BOUNDS = {
     "recordings": ("models", 6),
     "models_recorded": ("models", 1),
     "models_tried_out": ("models", 1),
+    "buffers": ("models", fixed.KEPT),
+    "programs": ("models", fixed.KEPT * fixed.PROGRAMS),
     "warnings": ("plugins", 6),
     "estimates": ("plugins", MAX_ROWS),
 }
@@ -272,7 +274,9 @@ def alive(made: list[World]) -> dict[str, int]:
         "lookaheads": len(hook._LOOKAHEADS),
         "speculative_classes": len(hook._CLASSES),
         "settings": hook._SETTINGS.get() is not None,
-        "layers_inside": len(kernels._INSIDE),
+        "layers_inside": len(kernels._INSIDE) + len(packed._INSIDE),
+        "buffers": sum(map(len, fixed._IDLE.values())),
+        "programs": sum(len(each.programs) for kept in fixed._IDLE.values() for each in kept),
         "models_tried_out": len(tree_pass._FOUND),
         "rules": len(verify.RULES),
         "loops": sum(len(plugin._loops) for plugin in plugins),
@@ -371,7 +375,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fixed", action="store_true", help="passes have fixed shapes, as on a device with graphs")
     given = parser.parse_args()
+    if given.fixed:
+        fixed.GRAPHS["cpu"] = lambda program, device, shared: program
     if given.calls < CHECKS:
         parser.error(f"--calls {given.calls}: {CHECKS} or more are needed to see a trend")
     torch.set_num_threads(1)

@@ -27,11 +27,12 @@ from transformers import (
 )
 
 import specplug
-from specplug import capture, fixed, ragged
+from specplug import capture, fixed, launches, ragged
 from specplug.cache import NAME
-from specplug.drafters import Request
+from specplug.drafters import Request, fixed_model
 from specplug.drafters.fixed_model import DraftLoop, FixedDraft
 from specplug.drafters.model import ModelDrafter
+from specplug.schedule import FixedSchedule
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, max_position_embeddings=64)
 GEMMA = {**SMALL, "num_hidden_layers": 6, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
@@ -416,3 +417,84 @@ def test_what_is_not_served_is_named(change, reason):
     assert fixed.why_not(model, "off") == "graph=off on cpu"
     change(model)
     assert reason in fixed.why_not(model, "capture")
+
+
+@pytest.fixture
+def overlapping(monkeypatch):
+    """The host is told to wait for this device as it waits for others."""
+    monkeypatch.setattr(fixed_model, "OVERLAPPING", {"cpu"})
+    begun, propose = [], FixedDraft.propose
+
+    def counted(self, texts, gamma, active):
+        begun.append(self.begun == (gamma, texts[0].shape[1]))
+        return propose(self, texts, gamma, active)
+
+    monkeypatch.setattr(FixedDraft, "propose", counted)
+    return begun
+
+
+def test_the_next_drafts_begin_before_the_verdict_is_read_and_are_the_same(overlapping, monkeypatch):
+    model = frozen()
+    drafter, given = noisy_copy(model, 0.02).requires_grad_(False), dict(do_sample=False, max_new_tokens=40)
+    expected = model.generate(prompt(9), **given)
+    kept = []
+    for places in ({"cpu"}, set()):
+        monkeypatch.setattr(fixed_model, "OVERLAPPING", places)
+        with specplug.attach(model, drafter, gamma=3, engine="rounds") as plugin:
+            for _ in range(2):
+                assert torch.equal(model.generate(prompt(9), **given), expected)
+                kept.append((plugin.last.num_accepted, plugin.last.num_rounds))
+            rounds = plugin.last.num_rounds
+    assert len(set(kept)) == 1 and 0 < kept[0][0] < 3 * kept[0][1]
+    first, second = overlapping[: 2 * rounds], overlapping[2 * rounds :]
+    assert sum(first) >= 2 * rounds - 10 and not any(
+        second
+    )  # not the first round of a call, nor the last ones, which ask for fewer
+
+
+def test_drafts_that_were_begun_for_nothing_are_not_used(overlapping):
+    """The number of drafts changes each round, so none fits."""
+
+    class Restless(FixedSchedule):
+        def next_gamma(self):
+            self.gamma = 5 - self.gamma
+            return self.gamma
+
+    model = frozen()
+    drafter = noisy_copy(model, 0.02).requires_grad_(False)
+    expected = model.generate(prompt(9), do_sample=False, max_new_tokens=40)
+    with specplug.attach(model, drafter, schedule=Restless(2), engine="rounds"):
+        assert torch.equal(model.generate(prompt(9), do_sample=False, max_new_tokens=40), expected)
+    assert len(overlapping) > 5 and not any(overlapping[:-1])
+
+
+@pytest.mark.parametrize("call", [dict(do_sample=False), dict(do_sample=True, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_the_host_reads_once_a_round(call, draft, num_rows):
+    model = frozen()
+    model.generation_config.eos_token_id = None
+    drafter = noisy_copy(model, 0.02).requires_grad_(False) if draft == "model" else "lookup"
+    given = padded([9, 4, 6][:num_rows])
+    schedule = FixedSchedule(3)
+    with specplug.attach(model, drafter, schedule=schedule, engine="rounds"):
+        model.generate(**given, **call, max_new_tokens=30)
+        counts = launches.count(lambda: model.generate(**given, **call, max_new_tokens=30), schedule, "cpu")
+    per_round = 1 if draft == "model" else 1 + num_rows  # a lookup looks at each text
+    assert counts.num_rounds >= 5 and counts.host_reads <= per_round * counts.num_rounds
+
+
+def test_a_read_in_between_would_be_counted():
+    """Negative control of the test above."""
+    model = frozen()
+    model.generation_config.eos_token_id = None
+
+    class Reads(FixedSchedule):
+        def next_gamma(self):
+            torch.ones(1).item()
+            return self.gamma
+
+    schedule = Reads(3)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), schedule=schedule, engine="rounds"):
+        counts = launches.count(lambda: model.generate(prompt(9), do_sample=False, max_new_tokens=30), schedule, "cpu")
+    assert counts.host_reads > counts.num_rounds
