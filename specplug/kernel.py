@@ -27,7 +27,7 @@ KERNELS = ("auto", "torch", "numba")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 17
 MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
-MIN_SHARED = 1 << 17  # below this many, one thread is done before the others have begun
+MIN_SHARED = 1 << 19  # bytes of weights; with fewer, one thread is done before the others have begun
 TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
 
 
@@ -129,7 +129,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], num_out))
     rows, scratch = x.contiguous(), torch.empty(num_rows * num_in)
     addresses = scratch.data_ptr(), rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    alone = num_out * num_in < MIN_SHARED
+    alone = num_out * num_in * weight.itemsize < MIN_SHARED
     product(*addresses, out.data_ptr(), num_rows, num_in, num_out, 1 if alone else threads)
     return out
 

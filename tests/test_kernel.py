@@ -5,13 +5,16 @@ import copy
 import ctypes
 import io
 import os
+import platform
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import kernel_times
 import pytest
+import test_capture
 import torch
 from conftest import make_model, noisy_copy, prompt
 from torch import nn
@@ -25,11 +28,6 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(kernel, "MIN_WEIGHTS", 1)
 
 
-def linear(num_in=64, num_out=30, **options):
-    torch.manual_seed(0)
-    return nn.Linear(num_in, num_out, **options)
-
-
 @contextlib.contextmanager
 def torch_threads(count):
     before = torch.get_num_threads()
@@ -38,6 +36,11 @@ def torch_threads(count):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def linear(num_in=64, num_out=30, **options):
+    torch.manual_seed(0)
+    return nn.Linear(num_in, num_out, **options)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -138,21 +141,19 @@ def test_a_forked_child_does_not_wait_for_threads_it_has_not(monkeypatch):
         assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="features of x86")
 def test_other_processors():
-    """What a machine without AVX-512 and one without half precision get: the self-check passes, or the dtype is left out."""
-    code = """if True:
-        import torch
-        from specplug import kernel, skinny
-        assert skinny.LANES == 8 and not skinny._PAIRS
-        for dtype in kernel.DTYPES:
-            product = kernel._compiled(dtype, 2)
-            print(product if isinstance(product, str) else "served")
-    """
-    features = {"haswell": "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2"}
-    for name, expected in {"haswell": ["served"] * 3}.items():
-        env = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features[name]}
-        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        assert found.stdout.split("\n")[:3] == expected, found.stderr
+    """Without AVX-512 registers are smaller; without F16C nothing converts fp16, and it is left out."""
+
+    def found(code, name, features):
+        environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+        python = [sys.executable, "-c", code]
+        return subprocess.run(python, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    check = "print(skinny.LANES, skinny._PAIRS, *(kernel.self_check(kernel._product(d), d, 2) < 1e-6 for d in kernel.DTYPES))"
+    code = f"from specplug import kernel, skinny\n{check}"
+    assert found(code, "haswell", "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2") == ["8", "False", "True", "True", "True"]
+    assert found("from specplug import skinny; print(*skinny.DTYPES)", "generic", "+sse2") == ["0", "1"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 4), (1, 17), (17,), ()])
@@ -241,6 +242,42 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     with specplug.attach(target, draft, gamma=3), pytest.raises(Stop):
         target.generate(prompt(), logits_processor=[stopping], **call)
     assert not any(type(module) is kernel.FewRows for module in target.modules())
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 2)])
+def test_recorded_passes_take_it(dtype, threads, monkeypatch):
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    monkeypatch.setattr(test_capture.capture, "USES_BEFORE", 0)
+    calls = {"modules": 0, "products": 0}
+    forward, product = kernel.FewRows.forward, kernel._compiled(dtype, threads)
+
+    def counted_forward(*args):
+        calls["modules"] += 1
+        return forward(*args)
+
+    def counted_product(*args):
+        calls["products"] += args[-1] == threads
+        return product(*args)
+
+    monkeypatch.setattr(kernel.FewRows, "forward", counted_forward)
+    monkeypatch.setattr(kernel, "_compiled", lambda *_: counted_product)
+    model = make_model().to(dtype)
+    with torch_threads(threads), kernel.swapped("auto", model):
+        recorded = test_capture.run(model, test_capture.WIDTHS)
+        assert test_capture.recordings(model) == {1, 3, 5}
+        assert calls["products"] > calls["modules"] > 0, "a replay has no modules"
+        assert test_capture.same(recorded, test_capture.run(model, test_capture.WIDTHS, "off"))
+
+
+def test_the_command_that_times_it(monkeypatch, capsys):
+    monkeypatch.setattr(kernel_times, "POOL", 1 << 16)
+    with torch_threads(torch.get_num_threads()):  # which the command changes
+        for options in ([], ["--dtype", "bfloat16", "--threads", "2"]):
+            shape = ["--shapes", "64x64", "--rows", "1", "5", "--seconds", "0.01"]
+            monkeypatch.setattr(sys, "argv", ["kernel_times.py", *shape, *options])
+            kernel_times.main()
+            lines = capsys.readouterr().out.splitlines()
+            assert len(lines) == 4 and [line.split()[:2] for line in lines[2:]] == [["64x64", "1"], ["64x64", "5"]]
 
 
 def test_a_choice_that_cannot_be_served_is_one_line(monkeypatch):
