@@ -109,7 +109,7 @@ def _serves(module: Any) -> bool:
         and weight.dtype in DTYPES
         and weight.is_contiguous()
         and weight.numel() >= MIN_WEIGHTS
-        and weight.shape[0] >= 4
+        and weight.shape[0] >= 8
         and weight.shape[1] * weight.itemsize % 64 == 0  # rows of full cache lines, as models have
         and (bias is None or (bias.dtype is weight.dtype and bias.is_contiguous()))
         and not module._forward_hooks
@@ -126,11 +126,11 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = _compiled(weight.dtype, threads)
     if isinstance(product, str) or not 1 <= num_rows <= MAX_ROWS or x.dtype is not weight.dtype:
         return nn.functional.linear(x, weight, bias)
-    out = x.new_empty((*x.shape[:-1], num_out))
-    rows, scratch = x.contiguous(), torch.empty(num_rows * num_in)
-    addresses = scratch.data_ptr(), rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    alone = num_out * num_in * weight.itemsize < MIN_SHARED
-    product(*addresses, out.data_ptr(), num_rows, num_in, num_out, 1 if alone else threads)
+    out, rows = x.new_empty(*x.shape[:-1], num_out), x.contiguous()
+    if threads > 1 and num_out * num_in * x.itemsize < MIN_SHARED:
+        threads = 1
+    to_add = 0 if bias is None else bias.data_ptr()
+    product(rows.data_ptr(), weight.data_ptr(), to_add, out.data_ptr(), num_rows, num_in, num_out, threads)
     return out
 
 
@@ -202,14 +202,14 @@ def self_check(product: Callable[..., None], dtype: torch.dtype, threads: int) -
     """
     generator = torch.Generator().manual_seed(0)
     largest = torch.zeros((), dtype=torch.float64)
-    for num_out, num_in, biased in ((5, 32, True), (67, 160, False), (149, 576, True), (37, 4096, False)):
+    for num_out, num_in, biased in ((9, 32, True), (67, 160, False), (149, 576, True), (37, 4096, False)):
         x, weight = (torch.randn((n, num_in), generator=generator).to(dtype) for n in (MAX_ROWS, num_out))
         bias = torch.randn(num_out, generator=generator).to(dtype) if biased else None
         exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
         scale = x.double().norm(dim=-1)[:, None] * weight.double().norm(dim=-1)
         rounding = torch.finfo(dtype).eps / 2 * exact.abs()
-        out, scratch = torch.empty((MAX_ROWS, num_out), dtype=dtype), torch.empty(x.numel())
-        addresses = scratch.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        out = torch.empty((MAX_ROWS, num_out), dtype=dtype)
+        addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         for num_rows in range(1, MAX_ROWS + 1):
             out.fill_(float("nan"))
             product(*addresses, out.data_ptr(), num_rows, num_in, num_out, threads)

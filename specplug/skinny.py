@@ -11,6 +11,7 @@ kernel.py says who is served.
 import ctypes
 import functools
 import platform
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ BLOCK = 32  # rows of weights that share a block of x where all of it is more
 # num_w, num_x, chains. With one chain the rows of weights are read together. With more they are read one after the other,
 # and a sum is made of as many: alone it would wait for itself.
 TILES = {(NUM_W, num_x, 1) for num_x in range(1, MAX_X + 1)} | {(2, num_x, 1) for num_x in range(3, 6)}
-TILES |= {(4, 1, 4), (4, 2, 2), (4, 3, 2)}
+TILES |= {(8, 1, 4), (8, 2, 2), (8, 3, 2)}
 
 
 class Plan(NamedTuple):
@@ -58,7 +59,7 @@ def plan(dtype: int, num_rows: int, num_steps: int) -> Plan:
     """The quickest of what was tried (tests/kernel_times.py), by the bytes of x."""
     size = num_rows * num_steps * VECTOR * _vectors(dtype)
     if num_rows <= 3 and size <= NEAR:
-        return Plan(4, num_rows, 4 if num_rows == 1 else 2, 4, num_steps, 1)
+        return Plan(8, num_rows, 4 if num_rows == 1 else 2, 8, num_steps, 1)
     waits = 3 <= num_rows < 10 and _vectors(dtype) == 1  # more rows, and weights to be widened, have more to compute
     if size <= (NEAR if waits else FAR):
         return Plan(NUM_W, MAX_X, 1, NUM_W, num_steps, 1)
@@ -119,70 +120,6 @@ def _multiply(builder: Any, w: Any, x: Any, total: Any, dtype: int) -> Any:
     return builder.call(fused, [w, x, total])
 
 
-def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
-    """A function in `module`: sums[x][w] += the products over `steps`, while memory is asked for what is `ahead`."""
-    name = f"specplug_tile_{num_w}_{num_x}_{chains}"
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), name)
-    function.linkage = "internal"
-    w, row, x, sums, steps, ahead, ahead_row, ahead_step = function.args
-    builder = ir.IRBuilder(function.append_basic_block())
-    vector = _vector(F32)
-    prefetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-
-    def one(step: Any, rows: list[int], totals: dict[Any, Any]) -> None:
-        weights = {}
-        for r in rows:
-            here = builder.add(builder.add(w, builder.mul(row, I64(r))), builder.mul(step, I64(VECTOR)))
-            weights[r] = _read(builder, here, dtype)
-            if chains == 1:  # a single stream is foreseen by the machine
-                there = builder.add(builder.add(ahead, builder.mul(step, ahead_step)), builder.mul(ahead_row, I64(r)))
-                builder.call(prefetch, [_at(builder, there, I8), I32(0), I32(2), I32(1)])  # to be read, second cache
-        values = _at(builder, builder.add(x, builder.mul(step, I64(num_x * _vectors(dtype) * VECTOR))), vector)
-        for v in range(_vectors(dtype)):
-            for g in range(num_x):
-                value = builder.load(builder.gep(values, [I64(v * num_x + g)]), align=4)
-                for r in rows:
-                    totals[g, r] = _multiply(builder, weights[r][v], value, totals[g, r], dtype)
-
-    def loop(first: Any, last: Any, rows: list[int], starts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-        """From `first` to `last`, as many steps at a time as there are sums in `starts`."""
-        before, head, body, after = builder.block, *(function.append_basic_block() for _ in range(3))
-        builder.branch(head)
-        builder.position_at_end(head)
-        step = builder.phi(I64)
-        totals = [{place: builder.phi(vector) for place in each} for each in starts]
-        builder.cbranch(builder.icmp_signed("<", step, last), body, after)
-        builder.position_at_end(body)
-        new = [dict(each) for each in totals]
-        for c, each in enumerate(new):
-            one(builder.add(step, I64(c)), rows, each)
-        step.add_incoming(first, before)
-        step.add_incoming(builder.add(step, I64(len(starts))), body)
-        for phis, start, end in zip(totals, starts, new, strict=True):
-            for place, phi in phis.items():
-                phi.add_incoming(start[place], before)
-                phi.add_incoming(end[place], body)
-        builder.branch(head)
-        builder.position_at_end(after)
-        return totals
-
-    for rows in [list(range(num_w))] if chains == 1 else [[r] for r in range(num_w)]:
-        first = _at(builder, sums, vector)
-        place_of = {(g, r): builder.gep(first, [I64(g * num_w + r)]) for g in range(num_x) for r in rows}
-        start = {place: builder.load(each, align=4) for place, each in place_of.items()}
-        whole = builder.and_(steps, I64(-chains))
-        totals = loop(I64(0), whole, rows, [start, *[dict.fromkeys(start, _all(F32, 0.0))] * (chains - 1)])
-        if chains > 1:
-            totals[:1] = loop(whole, steps, rows, totals[:1])
-        while len(totals) > 1:
-            halves = zip(totals[::2], totals[1::2], strict=True)
-            totals = [{place: builder.fadd(a[place], b[place]) for place in start} for a, b in halves]
-        for place, each in place_of.items():
-            builder.store(totals[0][place], each, align=4)
-    builder.ret_void()
-    return function
-
-
 def _neighbours(builder: Any, a: Any, b: Any) -> Any:
     """Sums of two neighbours, of `a` and then of `b`; of `a` alone where it is both."""
     lanes = a.type.count * (1 if a is b else 2)
@@ -214,11 +151,105 @@ def _write(builder: Any, address: Any, values: Any, dtype: int) -> None:
     builder.store(values, _at(builder, address, values.type), align=2)
 
 
+def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
+    """A function in `module`: the products over `steps`, while memory is asked for what is `ahead`.
+
+    They are added to sums[x][w], unless `fresh`, and kept there, or written to out[x][w] if `last`.
+    """
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 13), f"specplug_{num_w}_{num_x}_{chains}")
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    w, row, x, sums, steps, ahead, ahead_row, ahead_step, fresh, last, bias, out, out_row = function.args
+    builder = ir.IRBuilder(function.append_basic_block())
+    vector = _vector(F32)
+    prefetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+
+    def one(step: Any, rows: list[int], totals: dict[Any, Any]) -> None:
+        weights = {}
+        for r in rows:
+            here = builder.add(builder.add(w, builder.mul(row, I64(r))), builder.mul(step, I64(VECTOR)))
+            weights[r] = _read(builder, here, dtype)
+            if chains == 1:  # a single stream is foreseen by the machine
+                there = builder.add(builder.add(ahead, builder.mul(step, ahead_step)), builder.mul(ahead_row, I64(r)))
+                builder.call(prefetch, [_at(builder, there, I8), I32(0), I32(2), I32(1)])  # to be read, second cache
+        values = _at(builder, builder.add(x, builder.mul(step, I64(num_x * _vectors(dtype) * VECTOR))), vector)
+        for v in range(_vectors(dtype)):
+            for g in range(num_x):
+                value = builder.load(builder.gep(values, [I64(v * num_x + g)]), align=4)
+                for r in rows:
+                    totals[g, r] = _multiply(builder, weights[r][v], value, totals[g, r], dtype)
+
+    def loop(begin: Any, end: Any, rows: list[int], starts: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+        """From `begin` to `end`, as many steps at a time as there are sums in `starts`."""
+        before, head, body, after = builder.block, *(function.append_basic_block() for _ in range(3))
+        builder.branch(head)
+        builder.position_at_end(head)
+        step = builder.phi(I64)
+        totals = [{place: builder.phi(vector) for place in each} for each in starts]
+        builder.cbranch(builder.icmp_signed("<", step, end), body, after)
+        builder.position_at_end(body)
+        new = [dict(each) for each in totals]
+        for c, each in enumerate(new):
+            one(builder.add(step, I64(c)), rows, each)
+        step.add_incoming(begin, before)
+        step.add_incoming(builder.add(step, I64(len(starts))), body)
+        for phis, first, later in zip(totals, starts, new, strict=True):
+            for place, phi in phis.items():
+                phi.add_incoming(first[place], before)
+                phi.add_incoming(later[place], body)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return totals
+
+    zero, added = _all(F32, 0.0), cgutils.alloca_once_value(builder, _all(F32, 0.0, num_w))
+    with builder.if_then(builder.icmp_signed("!=", bias, I64(0))):
+        builder.store(_read_bias(builder, bias, num_w, dtype), added)
+    places = [(g, r) for g in range(num_x) for r in range(num_w)]
+    kept = {(g, r): builder.gep(_at(builder, sums, vector), [I64(g * num_w + r)]) for g, r in places}
+    totals: dict[Any, Any] = {}
+    if chains == 1:
+        start, load = builder.block, function.append_basic_block()
+        ready = function.append_basic_block()
+        builder.cbranch(builder.icmp_signed("!=", fresh, I64(0)), ready, load)
+        builder.position_at_end(load)
+        loaded = {place: builder.load(each, align=4) for place, each in kept.items()}
+        builder.branch(ready)
+        builder.position_at_end(ready)
+        starts = {place: builder.phi(vector) for place in places}
+        for place, phi in starts.items():
+            phi.add_incoming(zero, start)
+            phi.add_incoming(loaded[place], load)
+        totals = loop(I64(0), steps, list(range(num_w)), [starts])[0]
+    for r in range(num_w) if chains > 1 else []:  # whole rows, always
+        whole = builder.and_(steps, I64(-chains))
+        parts = loop(I64(0), whole, [r], [{(g, r): zero for g in range(num_x)}] * chains)
+        parts[:1] = loop(whole, steps, [r], parts[:1])
+        while len(parts) > 1:
+            halves = zip(parts[::2], parts[1::2], strict=True)
+            parts = [{place: builder.fadd(a[place], b[place]) for place in a} for a, b in halves]
+        totals |= parts[0]
+    with builder.if_else(builder.icmp_signed("!=", last, I64(0))) as (write, keep):
+        with write:
+            for g in range(num_x):
+                row_sums = [totals[g, r] for r in range(num_w)]
+                while len(row_sums) > 1:
+                    row_sums = [_neighbours(builder, a, b) for a, b in zip(row_sums[::2], row_sums[1::2], strict=True)]
+                while row_sums[0].type.count > num_w:
+                    row_sums = [_neighbours(builder, row_sums[0], row_sums[0])]
+                value = builder.fadd(row_sums[0], builder.load(added))
+                _write(builder, builder.add(out, builder.mul(out_row, I64(g))), value, dtype)
+        with keep:
+            for place, each in kept.items():
+                builder.store(totals[place], each, align=4)
+    builder.ret_void()
+    return function
+
+
 _INT = types.intp
 
 
 @intrinsic(prefer_literal=True)
-def _tiles(context, num_w, num_x, chains, w, row, x, sums, steps, ahead, ahead_row, ahead_step, dtype):  # type: ignore[no-untyped-def]
+def _tiles(context, num_w, num_x, chains, arguments, dtype):  # type: ignore[no-untyped-def]
     """Calls the tile of that shape."""
 
     def code(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -229,35 +260,13 @@ def _tiles(context, num_w, num_x, chains, w, row, x, sums, steps, ahead, ahead_r
             block = builder.append_basic_block()
             switch.add_case(I64(each[0] * 256 + each[1] * 16 + each[2]), block)
             builder.position_at_end(block)
-            builder.call(_tile(builder.module, dtype.literal_value, *each), args[3:11])
+            values = [builder.extract_value(args[3], i) for i in range(len(arguments))]
+            builder.call(_tile(builder.module, dtype.literal_value, *each), values)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[_INT] * 11, dtype), code
-
-
-@intrinsic(prefer_literal=True)
-def _finish(context, num_w, sums, bias, out, dtype):  # type: ignore[no-untyped-def]
-    """Writes `num_w` outputs of a row of x: the totals of as many registers, and what is at `bias` unless that is 0."""
-
-    def code(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        for count in sorted({each[0] for each in TILES}):
-            with builder.if_then(builder.icmp_signed("==", args[0], I64(count))):
-                first = _at(builder, args[1], _vector(F32))
-                parts = [builder.load(builder.gep(first, [I64(r)]), align=4) for r in range(count)]
-                while len(parts) > 1:
-                    parts = [_neighbours(builder, a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-                while parts[0].type.count > count:
-                    parts = [_neighbours(builder, parts[0], parts[0])]
-                total = cgutils.alloca_once_value(builder, parts[0])
-                with builder.if_then(builder.icmp_signed("!=", args[2], I64(0))):
-                    added = _read_bias(builder, args[2], count, dtype.literal_value)
-                    builder.store(builder.fadd(parts[0], added), total)
-                _write(builder, args[3], builder.load(total), dtype.literal_value)
-        return context.get_dummy_value()
-
-    return types.void(*[_INT] * 4, dtype), code
+    return types.void(*[_INT] * 3, types.UniTuple(_INT, len(arguments)), dtype), code
 
 
 @intrinsic(prefer_literal=True)
@@ -285,17 +294,6 @@ def _room(context, size):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _clear(context, address):  # type: ignore[no-untyped-def]
-    """Zero a register of sums."""
-
-    def code(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        builder.store(_all(F32, 0.0), _at(builder, args[0], _vector(F32)), align=4)
-        return context.get_dummy_value()
-
-    return types.void(_INT), code
-
-
-@intrinsic
 def _claim(context, counter):  # type: ignore[no-untyped-def]
     """What `counter` points to, which is one more for whoever asks next."""
 
@@ -306,74 +304,67 @@ def _claim(context, counter):  # type: ignore[no-untyped-def]
 
 
 _TASK = types.void(types.CPointer(types.int64))
-_SIZE = 16
+_SIZE = 17
+_TASK_OF = ctypes.c_int64 * _SIZE
+PACK, MULTIPLY = 1, 2
 
 
-def _compile(dtype: int) -> tuple[Any, Any]:
+def _compile(dtype: int) -> Any:
     size, vectors = (4 if dtype == FLOAT32 else 2), _vectors(dtype)  # numba keeps code by what a function closes over
 
     @numba.cfunc(_TASK, cache=True)
-    def pack(task_at):  # type: ignore[no-untyped-def]
-        """Rows of x to tiles: for each step what the rows of a tile have there, so that a tile reads it in order."""
+    def work(task_at):  # type: ignore[no-untyped-def]
         task = numba.carray(task_at, (_SIZE,))
-        x, source, num_rows, num_steps, max_x = task[1], task[2], task[6], task[7], task[11]
+        stages, source, all_w, all_bias, out, x = task[1], task[2], task[3], task[4], task[5], task[6]
+        num_rows, num_steps, num_out, chunk = task[7], task[8], task[9], task[10]
+        num_w, max_x, chains, block, block_steps, in_order = task[11], task[12], task[13], task[14], task[15], task[16]
         tiles = (num_rows + max_x - 1) // max_x
-        m = 0
-        for t in range(tiles):
-            num_x = (num_rows - m + tiles - t - 1) // (tiles - t)
-            for g in range(num_x):
-                for k in range(num_steps):
-                    to = x + ((m * num_steps + k * num_x) * vectors + g) * VECTOR
-                    _spread(source + ((m + g) * num_steps + k) * VECTOR, to, num_x * VECTOR, dtype)
-            m += num_x
-
-    @numba.cfunc(_TASK, cache=True)
-    def multiply(task_at):  # type: ignore[no-untyped-def]
-        """What each thread does: chunks of the rows of weights, until none is left."""
-        task = numba.carray(task_at, (_SIZE,))
-        x, all_w, bias, out = task[1], task[3], task[4], task[5]
-        num_rows, num_steps, num_out, chunk = task[6], task[7], task[8], task[9]
-        num_w, max_x, chains, block, block_steps, in_order = task[10], task[11], task[12], task[13], task[14], task[15]
+        if stages & PACK:  # rows of x to tiles: for each step what the rows of a tile have there, to be read in order
+            m = 0
+            for t in range(tiles):
+                num_x = (num_rows - m + tiles - t - 1) // (tiles - t)
+                for g in range(num_x):
+                    for k in range(num_steps):
+                        to = x + ((m * num_steps + k * num_x) * vectors + g) * VECTOR
+                        _spread(source + ((m + g) * num_steps + k) * VECTOR, to, num_x * VECTOR, dtype)
+                m += num_x
+        if not stages & MULTIPLY:
+            return
         row, last = num_steps * VECTOR, num_out - num_w
         ahead_row, ahead_step = (VECTOR, VECTOR * num_w) if in_order else (row, VECTOR)
-        tiles = (num_rows + max_x - 1) // max_x
         sums = _room(0)
-        while True:
+        while True:  # chunks of the rows of weights, until the threads have taken all
             first = _claim(task_at) * chunk
             if first >= num_out:
                 break
             end = min(num_out, first + chunk)
             for n0 in range(first, end, block):
                 n1 = min(end, n0 + block)
-                for i in range((n1 - n0 + num_w - 1) // num_w * num_w * num_rows):
-                    _clear(sums + i * VECTOR)
                 for k in range(0, num_steps, block_steps):
                     steps = min(block_steps, num_steps - k)
                     for n in range(n0, n1, num_w):
-                        w = (
-                            all_w + min(n, last) * row + k * VECTOR
-                        )  # the last rows once more, where num_w is no divisor
+                        i = min(n, last)  # the last rows once more, where num_w is no divisor
+                        w = all_w + i * row + k * VECTOR
                         if n + num_w < n1:
                             ahead = w + num_w * row
                         elif k + steps < num_steps:
                             ahead = all_w + n0 * row + (k + steps) * VECTOR
                         else:
                             ahead = all_w + n1 * row
+                        bias = all_bias + i * size if all_bias else 0
                         m = 0
                         for t in range(tiles):
                             num_x = (num_rows - m + tiles - t - 1) // (tiles - t)
                             at = x + (m * num_steps + k * num_x) * vectors * VECTOR
-                            to = sums + ((n - n0) * num_rows + m * num_w) * VECTOR
-                            _tiles(num_w, num_x, chains, w, row, at, to, steps, ahead, ahead_row, ahead_step, dtype)
+                            kept = sums + ((n - n0) * num_rows + m * num_w) * VECTOR
+                            to = out + (m * num_out + i) * size
+                            fresh, whole = int(k == 0), int(k + steps == num_steps)
+                            where = (w, row, at, kept, steps, ahead, ahead_row, ahead_step)
+                            then = (fresh, whole, bias, to, num_out * size)
+                            _tiles(num_w, num_x, chains, where + then, dtype)
                             m += num_x
-                for n in range(n0, n1, num_w):
-                    i = min(n, last)
-                    for m in range(num_rows):
-                        at = sums + ((n - n0) * num_rows + m * num_w) * VECTOR
-                        to = out + (m * num_out + i) * size
-                        _finish(num_w, at, bias + i * size if bias else 0, to, dtype)
 
-    return pack, multiply
+    return work
 
 
 def openmp() -> Callable[..., None] | None:
@@ -386,31 +377,50 @@ def openmp() -> Callable[..., None] | None:
     return parallel
 
 
+class _Own(threading.local):
+    """What a thread calls with: where it keeps rows of x for its tiles, and the tasks it had, by dtype, sizes and threads."""
+
+    size, buffer, address = 0, None, 0
+
+    def __init__(self) -> None:
+        self.tasks: dict[tuple[int, ...], Any] = {}
+
+    def task(self, key: tuple[int, ...]) -> Any:
+        dtype, num_rows, num_in, num_out, threads = key
+        if num_rows * num_in * 4 > self.size:
+            self.size = num_rows * num_in * 4
+            self.buffer = (ctypes.c_char * (self.size + LINE))()
+            self.address = -(-ctypes.addressof(self.buffer) // LINE) * LINE
+            self.tasks.clear()  # they have the old address
+        num_steps = num_in * (4 if dtype == FLOAT32 else 2) // VECTOR
+        chunk = num_out if threads == 1 else -(-num_out // (4 * threads * BLOCK)) * BLOCK
+        sizes = num_rows, num_steps, num_out, chunk, *plan(dtype, num_rows, num_steps)
+        task = self.tasks[key] = _TASK_OF(*[0] * 6, self.address, *sizes)
+        return task
+
+
+_OWN = _Own()
+
+
 def product(dtype: int) -> Callable[..., None]:
     """Compiles, or reads what was compiled before.
 
-    Returns a function of addresses (scratch, x, w, bias or 0, out), sizes (M, K, N) and threads: x (M, K), w (N, K),
-    bias (N), out (M, N), all of `dtype` and C-contiguous, 1 <= M <= MAX_ROWS, N >= 4, rows of full lines; scratch of
-    M * K * 4 bytes.
+    Returns a function of addresses (x, w, bias or 0, out), sizes (M, K, N) and threads: x (M, K), w (N, K), bias (N),
+    out (M, N), all of `dtype` and C-contiguous, 1 <= M <= MAX_ROWS, N >= 4, rows of full lines.
     """
-    pack, multiply = _compile(dtype)
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    prepare, work, parallel = call(pack.address), call(multiply.address), openmp()
-    per_step = VECTOR // (4 if dtype == FLOAT32 else 2)
-    task_of = ctypes.c_int64 * _SIZE
+    code = _compile(dtype)
+    work, parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address), openmp()
 
-    def run(
-        scratch: int, x: int, w: int, bias: int, out: int, num_rows: int, num_in: int, num_out: int, threads: int
-    ) -> None:
-        num_steps = num_in // per_step
-        chunk = num_out if threads == 1 else -(-num_out // (4 * threads * BLOCK)) * BLOCK
-        task = task_of(
-            0, scratch, x, w, bias, out, num_rows, num_steps, num_out, chunk, *plan(dtype, num_rows, num_steps)
-        )
-        prepare(task)
+    def run(x: int, w: int, bias: int, out: int, num_rows: int, num_in: int, num_out: int, threads: int) -> None:
+        key = dtype, num_rows, num_in, num_out, threads
+        task = _OWN.tasks.get(key) or _OWN.task(key)
         if threads == 1 or parallel is None:
+            task[:6] = 0, PACK | MULTIPLY, x, w, bias, out
             work(task)
         else:
-            parallel(multiply.address, task, threads, 0)
+            task[:6] = 0, PACK, x, w, bias, out
+            work(task)
+            task[1] = MULTIPLY
+            parallel(code.address, task, threads, 0)
 
     return run
