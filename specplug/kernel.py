@@ -168,7 +168,7 @@ def _compiled(dtype: torch.dtype, threads: int) -> Callable[..., None] | str:
         return f"this processor does not convert {str(dtype).removeprefix('torch.')}"
     if threads > 1 and skinny.openmp() is None:
         return (
-            f"it serves one thread here, where torch has no GNU OpenMP to share its {threads} by; "
+            f"it serves one thread here, where no OpenMP has GOMP_parallel, and torch has {threads}; "
             "torch.set_num_threads(1), or threads=1"
         )
     try:
