@@ -197,12 +197,12 @@ def _product(dtype: torch.dtype) -> Callable[..., None]:
 def self_check(product: Callable[..., None], dtype: torch.dtype, threads: int) -> float:
     """Largest difference from the exact product, its rounding to `dtype` aside, relative to the lengths.
 
-    Over every number of rows, and shapes that take every way through the product: short and long rows, a number of outputs
-    that divides by nothing, more of them than a thread takes at a time; with a bias and without.
+    Over every number of rows, and shapes that take every way through the product: short and long rows, numbers of outputs
+    that divide by nothing, more of them than a thread takes at a time; with a bias and without.
     """
     generator = torch.Generator().manual_seed(0)
     largest = torch.zeros((), dtype=torch.float64)
-    for num_out, num_in, biased in ((9, 32, True), (67, 160, False), (149, 576, True), (37, 4096, False)):
+    for num_out, num_in, biased in ((9, 32, True), (67, 160, False), (149, 576, True), (37, 8192, False)):
         x, weight = (torch.randn((n, num_in), generator=generator).to(dtype) for n in (MAX_ROWS, num_out))
         bias = torch.randn(num_out, generator=generator).to(dtype) if biased else None
         exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())

@@ -22,6 +22,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from specplug.kernel import MAX_ROWS
+
 FLOAT32, BFLOAT16, FLOAT16 = range(3)  # a dtype, here
 
 # What the compiler may use, which is what the machine has unless NUMBA_CPU_FEATURES says otherwise.
@@ -30,7 +32,6 @@ _WIDE = "+avx512f" in _FEATURES
 _PAIRS = _WIDE and "+avx512bf16" in _FEATURES  # multiplies bf16 as it is, in pairs
 DTYPES = (FLOAT32, BFLOAT16, *([FLOAT16] if "+f16c" in _FEATURES or platform.machine() in ("arm64", "aarch64") else []))
 
-MAX_ROWS = 17
 LANES = 16 if _WIDE else 8  # sums in a register
 VECTOR = LANES * 4  # bytes of a register, and of a row of weights that a step takes
 LINE = 64  # bytes: rows of weights have to be full lines
@@ -64,17 +65,11 @@ def plan(dtype: int, num_rows: int, num_steps: int) -> Plan:
     if size <= (NEAR if waits else FAR):
         return Plan(NUM_W, MAX_X, 1, NUM_W, num_steps, 1)
     blocks = -(-num_steps // max(4, (16 << 10 if waits else 32 << 10) // (num_rows * VECTOR)))
-    return Plan(2 if num_rows <= 5 else NUM_W, MAX_X, 1, BLOCK, -(-num_steps // blocks), 0)
+    return Plan(2 if 3 <= num_rows <= 5 else NUM_W, MAX_X, 1, BLOCK, -(-num_steps // blocks), 0)
 
 
-F32, F16, I8, I16, I32, I64 = (
-    ir.FloatType(),
-    ir.HalfType(),
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-)
+F32, F16 = ir.FloatType(), ir.HalfType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def _vector(kind: Any, lanes: int = LANES) -> ir.VectorType:
@@ -310,6 +305,7 @@ PACK, MULTIPLY = 1, 2
 
 
 def _compile(dtype: int) -> Any:
+    """A function of the address of a task: a counter that threads share, what to do, addresses, sizes and the plan."""
     size, vectors = (4 if dtype == FLOAT32 else 2), _vectors(dtype)  # numba keeps code by what a function closes over
 
     @numba.cfunc(_TASK, cache=True)
@@ -406,7 +402,7 @@ def product(dtype: int) -> Callable[..., None]:
     """Compiles, or reads what was compiled before.
 
     Returns a function of addresses (x, w, bias or 0, out), sizes (M, K, N) and threads: x (M, K), w (N, K), bias (N),
-    out (M, N), all of `dtype` and C-contiguous, 1 <= M <= MAX_ROWS, N >= 4, rows of full lines.
+    out (M, N), all of `dtype` and C-contiguous, 1 <= M <= MAX_ROWS, N >= 8, rows of full lines.
     """
     code = _compile(dtype)
     work, parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address), openmp()

@@ -51,6 +51,20 @@ def test_the_product_is_torchs(dtype, threads):
     assert kernel._compiled(dtype, threads) is product
 
 
+def test_every_plan_has_its_tiles():
+    for dtype in skinny.DTYPES:
+        for rows in range(1, kernel.MAX_ROWS + 1):
+            for steps in [*range(1, 40), *(int(1.3**power) for power in range(14, 40))]:
+                how = skinny.plan(dtype, rows, steps)
+                tiles = -(-rows // how.max_x)
+                for num_x in {rows // tiles, -(-rows // tiles)}:
+                    assert (how.num_w, num_x, how.chains) in skinny.TILES
+                assert how.block <= skinny.BLOCK and how.block % how.num_w == 0 and skinny.BLOCK % how.num_w == 0
+                assert 1 <= how.block_steps <= steps
+                # tiles of several chains begin and end a row
+                assert how.chains == 1 or how.block_steps == steps
+
+
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 def test_the_self_check_finds_a_wrong_product(dtype, monkeypatch):
     product = kernel._product(dtype)
