@@ -11,7 +11,6 @@ from torch's by rounding, as torch's own do between batch shapes, and do not dep
 import contextlib
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,7 +35,9 @@ def prepare(kernel: str, model: Any) -> None:
     if kernel == "torch":
         return
     served = _served(model)
-    reasons: list[Any] = [_compiled(dtype, _num_threads()) for dtype in {module.weight.dtype for module in served}]
+    reasons: list[Any] = [
+        _compiled(dtype, torch.get_num_threads()) for dtype in {module.weight.dtype for module in served}
+    ]
     if not served:
         reasons = [
             "it serves plain linear layers in fp32, bf16 and fp16 on the CPU, and this model has none that are large enough"
@@ -49,7 +50,7 @@ def prepare(kernel: str, model: Any) -> None:
 @contextlib.contextmanager
 def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
-    served, threads = [] if kernel == "torch" else _served(*models), _num_threads()
+    served, threads = [] if kernel == "torch" else _served(*models), torch.get_num_threads()
     modules = [module for module in served if not isinstance(_compiled(module.weight.dtype, threads), str)]
     entered: list[nn.Linear] = []
     try:
@@ -122,7 +123,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `F.linear` returns."""
     num_out, num_in = weight.shape
     num_rows = x.numel() // num_in
-    threads = _num_threads()
+    threads = torch.get_num_threads()
     product = _compiled(weight.dtype, threads)
     if isinstance(product, str) or not 1 <= num_rows <= MAX_ROWS or x.dtype is not weight.dtype:
         return nn.functional.linear(x, weight, bias)
@@ -132,23 +133,6 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     to_add = 0 if bias is None else bias.data_ptr()
     product(rows.data_ptr(), weight.data_ptr(), to_add, out.data_ptr(), num_rows, num_in, num_out, threads)
     return out
-
-
-_FORKED = False
-
-
-def _after_fork() -> None:
-    global _FORKED
-    _FORKED = True
-
-
-# OpenMP's threads do not come along into a child, which would wait for them.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _num_threads() -> int:
-    return 1 if _FORKED else torch.get_num_threads()
 
 
 # An operator of torch, so that capture.py can write it down.

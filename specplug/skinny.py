@@ -10,6 +10,7 @@ kernel.py says who is served.
 
 import ctypes
 import functools
+import os
 import platform
 import threading
 from collections.abc import Callable
@@ -373,6 +374,11 @@ def openmp() -> Callable[..., None] | None:
     return parallel
 
 
+_FORKED: list[bool] = []
+if hasattr(os, "register_at_fork"):  # OpenMP's threads do not come along into a child, which would wait for them
+    os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+
+
 class _Own(threading.local):
     """What a thread calls with: where it keeps rows of x for its tiles, and the tasks it had, by dtype, sizes and threads."""
 
@@ -410,7 +416,7 @@ def product(dtype: int) -> Callable[..., None]:
     def run(x: int, w: int, bias: int, out: int, num_rows: int, num_in: int, num_out: int, threads: int) -> None:
         key = dtype, num_rows, num_in, num_out, threads
         task = _OWN.tasks.get(key) or _OWN.task(key)
-        if threads == 1 or parallel is None:
+        if threads == 1 or parallel is None or _FORKED:
             task[:6] = 0, PACK | MULTIPLY, x, w, bias, out
             work(task)
         else:
