@@ -54,7 +54,7 @@ def run(config: Config, folder: Path) -> int:
         str(model.device), str(model.dtype).removeprefix("torch."), batch_size=recipe.batch_size
     )
     with swapped(plugin.kernel, model) as own_kernel:
-        environment["kernel"] = "numba" if own_kernel and torch.get_num_threads() == 1 else "torch"
+        environment["kernel"] = "numba" if own_kernel else "torch"
     environment["bytes_target"] = model.get_memory_footprint()
     drafter = plugin.drafter
     environment["bytes_draft"] = bytes_beside(drafter, model)

@@ -1,10 +1,11 @@
 """A linear layer for a few rows on the CPU, in place of torch's while a call is decoded.
 
 A target pass over five positions should cost about what one costs, since the weights are read once either way. torch's own
-`F.linear` does not keep that promise in fp32 (docs/algorithm.md has figures), and its product with a single row does not read
-memory as fast as it could. This one reads each weight once and feeds all rows. It serves plain `nn.Linear` modules in fp32 on
-the CPU, without hooks, for 1 to MAX_ROWS rows and one thread; everything else stays torch's. Results differ from torch's by
-rounding, as torch's own do between batch shapes.
+`F.linear` does not keep that promise (docs/algorithm.md has figures), and its product with a single row does not read
+memory as fast as it could. This one reads each weight once and feeds all rows. It serves plain `nn.Linear` modules in fp32,
+bf16 and fp16 on the CPU, without hooks, for 1 to MAX_ROWS rows; everything else stays torch's. It takes as many threads as
+torch has, and they are torch's own: those of the OpenMP that torch has loaded, so that none wait beside them. Results differ
+from torch's by rounding, as torch's own do between batch shapes, and do not depend on the number of threads.
 """
 
 import contextlib
@@ -22,8 +23,10 @@ from specplug.config import first_line
 log = logging.getLogger(__name__)
 
 KERNELS = ("auto", "torch", "numba")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 17
 MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
+MIN_SHARED = 1 << 19  # bytes of weights; with fewer, one thread is done before the others have begun
 TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
 
 
@@ -31,15 +34,15 @@ def prepare(kernel: str, model: Any) -> None:
     """Compile before the first call, where there is something to serve. Raises ValueError where "numba" cannot be had."""
     if kernel == "torch":
         return
-    reason: Any = None
-    if torch.get_num_threads() > 1:
-        reason = (
-            f"it serves one thread, and torch has {torch.get_num_threads()}; torch.set_num_threads(1), or threads=1"
-        )
-    elif not _served(model):
-        reason = "it serves plain linear layers in fp32 on the CPU, and this model has none that are large enough"
-    elif isinstance(_compiled(), str):
-        reason = _compiled()
+    served = _served(model)
+    reasons: list[Any] = [
+        _compiled(dtype, torch.get_num_threads()) for dtype in {module.weight.dtype for module in served}
+    ]
+    if not served:
+        reasons = [
+            "it serves plain linear layers in fp32, bf16 and fp16 on the CPU, and this model has none that are large enough"
+        ]
+    reason = next((each for each in reasons if isinstance(each, str)), None)
     if reason and kernel == "numba":
         raise ValueError(f"kernel=numba: {reason}; or take kernel=auto, which does what it can")
 
@@ -47,10 +50,9 @@ def prepare(kernel: str, model: Any) -> None:
 @contextlib.contextmanager
 def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
-    modules = [] if kernel == "torch" or torch.get_num_threads() > 1 else _served(*models)
-    if modules and isinstance(_compiled(), str):
-        modules = []
-    entered: list[nn.Module] = []
+    served, threads = [] if kernel == "torch" else _served(*models), torch.get_num_threads()
+    modules = [module for module in served if not isinstance(_compiled(module.weight.dtype, threads), str)]
+    entered: list[nn.Linear] = []
     try:
         with _ENTERING:
             for module in modules:
@@ -93,7 +95,7 @@ def _leave(module: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def _served(*models: Any) -> list[nn.Module]:
+def _served(*models: Any) -> list[nn.Linear]:
     return [module for model in models for module in model.modules() if _serves(module)]
 
 
@@ -101,13 +103,16 @@ def _serves(module: Any) -> bool:
     """A plain linear layer: no subclass (quantized, an adapter's), no hooks, no forward of somebody else's."""
     if type(module) not in (nn.Linear, FewRows) or "forward" in vars(module):
         return False
-    weight = module.weight
+    weight, bias = module.weight, module.bias
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
-        and weight.dtype is torch.float32
+        and weight.dtype in DTYPES
         and weight.is_contiguous()
         and weight.numel() >= MIN_WEIGHTS
+        and weight.shape[0] >= 8
+        and weight.shape[1] * weight.itemsize % 64 == 0  # rows of full cache lines, as models have
+        and (bias is None or (bias.dtype is weight.dtype and bias.is_contiguous()))
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and "parametrizations" not in module._modules
@@ -116,21 +121,17 @@ def _serves(module: Any) -> bool:
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `F.linear` returns."""
-    product = _compiled()
-    num_columns, num_out = x.shape[-1], weight.shape[0]
-    num_rows = x.numel() // num_columns
-    if (
-        isinstance(product, str)
-        or not 1 <= num_rows <= MAX_ROWS
-        or x.dtype is not torch.float32
-        or torch.get_num_threads() > 1
-    ):
+    num_out, num_in = weight.shape
+    num_rows = x.numel() // num_in
+    threads = torch.get_num_threads()
+    product = _compiled(weight.dtype, threads)
+    if isinstance(product, str) or not 1 <= num_rows <= MAX_ROWS or x.dtype is not weight.dtype:
         return nn.functional.linear(x, weight, bias)
-    out = torch.empty((*x.shape[:-1], num_out))
-    rows = x.contiguous()
-    product(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_columns, num_out)
-    if bias is not None:
-        out += bias
+    out, rows = x.new_empty(*x.shape[:-1], num_out), x.contiguous()
+    if threads > 1 and num_out * num_in * x.itemsize < MIN_SHARED:
+        threads = 1
+    to_add = 0 if bias is None else bias.data_ptr()
+    product(rows.data_ptr(), weight.data_ptr(), to_add, out.data_ptr(), num_rows, num_in, num_out, threads)
     return out
 
 
@@ -141,35 +142,61 @@ LIBRARY.impl("few_rows", _few_rows, "CPU")
 
 
 @functools.cache
-def _compiled() -> Callable[..., None] | str:
-    """Compiled and checked once a process; or the reason why there is none."""
+def _compiled(dtype: torch.dtype, threads: int) -> Callable[..., None] | str:
+    """Compiled and checked once a process for each dtype and number of threads; or the reason why there is none."""
     try:
-        from specplug.skinny import product_at as product
+        from specplug import skinny
     except ImportError as error:
         return f"numba cannot be imported ({first_line(error)})"
+    if DTYPES.index(dtype) not in skinny.DTYPES:
+        return f"this processor does not convert {str(dtype).removeprefix('torch.')}"
+    if threads > 1 and skinny.openmp() is None:
+        return (
+            f"it serves one thread here, where no OpenMP has GOMP_parallel, and torch has {threads}; "
+            "torch.set_num_threads(1), or threads=1"
+        )
     try:
-        difference = self_check(product)
+        product = _product(dtype)
+        difference = max(self_check(product, dtype, each) for each in {1, threads})
     except Exception as error:  # whatever a compiler may raise on a machine nobody has seen
         log.warning("specplug: the linear layer for a few rows is left out, it does not compile: %s", first_line(error))
         return f"it does not compile here ({first_line(error)})"
     if difference > TOLERANCE:
         log.warning(
-            "specplug: the linear layer for a few rows is left out, it differs from torch's by %.1e", difference
+            "specplug: the linear layer for a few rows is left out, in %s it differs from torch's by %.1e",
+            str(dtype).removeprefix("torch."),
+            difference,
         )
         return f"it computes something else than torch here (by {difference:.1e})"
     return product
 
 
-def self_check(product: Callable[..., None]) -> float:
-    """Largest difference from torch's product, over odd shapes and every number of rows, relative to the lengths."""
+@functools.cache
+def _product(dtype: torch.dtype) -> Callable[..., None]:
+    from specplug import skinny
+
+    return skinny.product(DTYPES.index(dtype))
+
+
+def self_check(product: Callable[..., None], dtype: torch.dtype, threads: int) -> float:
+    """Largest difference from the exact product, its rounding to `dtype` aside, relative to the lengths.
+
+    Over every number of rows, and shapes that take every way through the product: short and long rows, numbers of outputs
+    that divide by nothing, more of them than a thread takes at a time; with a bias and without.
+    """
     generator = torch.Generator().manual_seed(0)
-    largest = 0.0
-    for num_rows in range(1, MAX_ROWS + 1):
-        for num_out, num_in in ((1, 1), (7, 33), (64, 130)):
-            x = torch.randn((num_rows, num_in), generator=generator)
-            weight = torch.randn((num_out, num_in), generator=generator)
-            out = torch.full((num_rows, num_out), float("nan"))
-            product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), num_rows, num_in, num_out)
-            scale = x.norm(dim=-1)[:, None] * weight.norm(dim=-1)[None]
-            largest = max(largest, float(((out - x @ weight.T).abs() / scale).nan_to_num(float("inf")).max()))
-    return largest
+    largest = torch.zeros((), dtype=torch.float64)
+    for num_out, num_in, biased in ((9, 32, True), (67, 160, False), (149, 576, True), (37, 8192, False)):
+        x, weight = (torch.randn((n, num_in), generator=generator).to(dtype) for n in (MAX_ROWS, num_out))
+        bias = torch.randn(num_out, generator=generator).to(dtype) if biased else None
+        exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        scale = x.double().norm(dim=-1)[:, None] * weight.double().norm(dim=-1)
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        out = torch.empty((MAX_ROWS, num_out), dtype=dtype)
+        addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        for num_rows in range(1, MAX_ROWS + 1):
+            out.fill_(float("nan"))
+            product(*addresses, out.data_ptr(), num_rows, num_in, num_out, threads)
+            difference = ((out - exact).abs() - rounding)[:num_rows] / scale[:num_rows]
+            largest = torch.maximum(largest, difference.nan_to_num(float("inf")).max())
+    return float(largest)

@@ -384,7 +384,7 @@ def attach(
             transformers' loop over a target that looks ahead ("lookahead"); what neither can serve is decoded plainly,
             with one warning. "rounds" and "lookahead" raise instead of changing over; "plain" never drafts.
             "lookahead" also gives equal ids under the same seed when sampling.
-        kernel: on the CPU in fp32 and with one thread, "auto" decodes with a linear layer that reads each weight once for all
+        kernel: on the CPU in fp32, bf16 and fp16, "auto" decodes with a linear layer that reads each weight once for all
             positions of a pass, see kernel.py, and on any device attention of a few positions is packed, see packed.py; "torch"
             keeps torch's and transformers', "numba" raises where our layer cannot be had. As a logits processor the plugin leaves
             modules as they are.

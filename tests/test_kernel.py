@@ -1,18 +1,26 @@
 """The linear layer for a few rows: the same product as torch's, swapped in for the length of a call and for nothing else."""
 
+import contextlib
 import copy
 import ctypes
 import io
+import os
+import platform
+import signal
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import kernel_times
 import pytest
+import test_capture
 import torch
 from conftest import make_model, noisy_copy, prompt
 from torch import nn
 
 import specplug
-from specplug import kernel
-from specplug.skinny import product_at as product
+from specplug import kernel, skinny
 
 
 @pytest.fixture(autouse=True)
@@ -20,32 +28,153 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(kernel, "MIN_WEIGHTS", 1)
 
 
-def linear(num_in=40, num_out=30, **options):
+@contextlib.contextmanager
+def torch_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def linear(num_in=64, num_out=30, **options):
     torch.manual_seed(0)
     return nn.Linear(num_in, num_out, **options)
 
 
-def test_the_product_is_torchs():
-    assert kernel.self_check(product) < 1e-6
-    assert kernel._compiled() is product
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+def test_the_product_is_torchs(dtype, threads):
+    product = kernel._product(dtype)
+    assert kernel.self_check(product, dtype, threads) < 1e-6
+    assert kernel._compiled(dtype, threads) is product
 
 
-def test_the_self_check_finds_a_wrong_product():
-    def forgets_the_last(x, w, out, num_rows, num_in, num_out):
-        product(x, w, out, num_rows, num_in, num_out - 1)
+def test_every_plan_has_its_tiles():
+    for dtype in skinny.DTYPES:
+        for rows in range(1, kernel.MAX_ROWS + 1):
+            for steps in [*range(1, 40), *(int(1.3**power) for power in range(14, 40))]:
+                how = skinny.plan(dtype, rows, steps)
+                tiles = -(-rows // how.max_x)
+                for num_x in {rows // tiles, -(-rows // tiles)}:
+                    assert (how.num_w, num_x, how.chains) in skinny.TILES
+                assert how.block <= skinny.BLOCK and how.block % how.num_w == 0 and skinny.BLOCK % how.num_w == 0
+                assert 1 <= how.block_steps <= steps
+                # tiles of several chains begin and end a row
+                assert how.chains == 1 or how.block_steps == steps
 
-    def adds_another(x, w, out, num_rows, num_in, num_out):
-        product(x, w, out, num_rows, num_in, num_out)
-        ctypes.cast(out, ctypes.POINTER(ctypes.c_float))[0] += 1
 
-    for wrong in (forgets_the_last, adds_another, lambda *args: None):  # what is not written is not right
-        assert kernel.self_check(wrong) > kernel.TOLERANCE
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+def test_the_self_check_finds_a_wrong_product(dtype, monkeypatch):
+    product = kernel._product(dtype)
+
+    def forgets_the_last(*args):
+        *first, num_rows, num_in, num_out, threads = args
+        product(*first, num_rows, num_in, num_out - 1, threads)
+
+    def forgets_the_bias(x, w, bias, *rest):
+        product(x, w, 0, *rest)
+
+    def reads_one_row_twice(x, w, bias, out, num_rows, num_in, num_out, threads):
+        product(x, w, bias, out, num_rows, num_in, num_out, threads)
+        size = dtype.itemsize * num_out
+        ctypes.memmove(out + (num_rows - 1) * size, out, size)
+
+    def is_wrong_when_shared(*args):
+        product(*args)
+        if args[-1] > 1:
+            ctypes.memset(args[3], 0, dtype.itemsize)
+
+    def rounds_down(*args):
+        """The lowest bit of all outputs away: half a unit of the last place too far, and no more, for half of them."""
+        product(*args)
+        out, num_rows, num_out = args[3], args[4], args[6]
+        kind = ctypes.c_int32 if dtype is torch.float32 else ctypes.c_int16
+        values = (kind * (num_rows * num_out)).from_address(out)
+        for i in range(len(values)):
+            values[i] &= -2
+
+    # what is not written is not right
+    wrong = [forgets_the_last, forgets_the_bias, reads_one_row_twice, is_wrong_when_shared, lambda *args: None]
+    if dtype is not torch.float32:
+        wrong.append(rounds_down)
+    for each in wrong:
+        assert kernel.self_check(each, dtype, 2) > kernel.TOLERANCE, each
+    monkeypatch.setattr(kernel, "_product", lambda dtype: forgets_the_bias)
+    kernel._compiled.cache_clear()
+    try:
+        assert "something else than torch" in kernel._compiled(dtype, 1)
+        with kernel.swapped("auto", linear(dtype=dtype)) as any_served:
+            assert not any_served
+    finally:
+        kernel._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", kernel.DTYPES)
+def test_threads_change_no_bit(dtype, monkeypatch):
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    module = linear(96, 301, dtype=dtype).requires_grad_(False)
+    for rows in (1, 2, 5, 9, 17):
+        x = torch.randn(rows, 96).to(dtype)
+        results = []
+        for threads in (1, 2, 4):
+            with torch.no_grad(), torch_threads(threads), kernel.swapped("auto", module) as any_served:
+                assert any_served
+                results.append(module(x))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_python_threads_with_threads_of_their_own(monkeypatch):
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    module = linear(96, 301).requires_grad_(False)
+    inputs = [torch.randn(3, 96) for _ in range(4)]
+
+    @torch.no_grad()  # of each thread
+    def ours(x):
+        return module(x)
+
+    with torch_threads(2), kernel.swapped("auto", module):
+        expected = [ours(x) for x in inputs]
+        with ThreadPoolExecutor(4, initializer=torch.set_num_threads, initargs=(2,)) as pool:
+            for results in [list(pool.map(ours, inputs)) for _ in range(50)]:
+                assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_threads_it_has_not(monkeypatch):
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    module, x = linear(96, 301).requires_grad_(False), torch.randn(3, 96)
+    kernel._compiled.cache_clear()  # nor does it have what compares with torch, whose products would wait, too
+    with torch.no_grad(), torch_threads(2), kernel.swapped("auto", module):
+        expected = module(x)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits
+            os._exit(0 if torch.equal(module(x), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="features of x86")
+def test_other_processors():
+    """Without AVX-512 registers are smaller; without F16C nothing converts fp16, and it is left out."""
+
+    def found(code, name, features):
+        environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+        python = [sys.executable, "-c", code]
+        return subprocess.run(python, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    check = "print(skinny.LANES, skinny._PAIRS, *(kernel.self_check(kernel._product(d), d, 2) < 1e-6 for d in kernel.DTYPES))"
+    code = f"from specplug import kernel, skinny\n{check}"
+    assert found(code, "haswell", "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2") == ["8", "False", "True", "True", "True"]
+    assert found("from specplug import skinny; print(*skinny.DTYPES)", "generic", "+sse2") == ["0", "1"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 4), (1, 17), (17,), ()])
 @pytest.mark.parametrize("bias", [True, False])
 def test_rows_of_any_shape(shape, bias):
-    module, x = linear(bias=bias), torch.randn(*shape, 40)
+    module, x = linear(bias=bias), torch.randn(*shape, 64)
     with torch.no_grad():
         expected = module(x)
         with kernel.swapped("auto", module) as any_served:
@@ -57,13 +186,13 @@ def test_rows_of_any_shape(shape, bias):
 
 def test_what_is_not_served_is_torchs_bit_by_bit():
     module = linear()
-    wide, double = torch.randn(18, 40), torch.randn(2, 40)
+    wide, double = torch.randn(18, 64), torch.randn(2, 64)
     with kernel.swapped("auto", module):
         assert torch.equal(module(wide), nn.functional.linear(wide, module.weight, module.bias))
         assert module(double).requires_grad, "training goes on as ever"
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             assert module(double).dtype is torch.bfloat16
-    for other in (linear(dtype=torch.float64), linear(dtype=torch.bfloat16), nn.LayerNorm(3)):
+    for other in (linear(dtype=torch.float64), linear(40), linear(num_out=7), nn.LayerNorm(3)):
         with kernel.swapped("auto", other) as any_served:
             assert not any_served
     hooked = linear()
@@ -74,14 +203,14 @@ def test_what_is_not_served_is_torchs_bit_by_bit():
     class Special(nn.Linear):
         pass
 
-    for other in (hooked, replaced, Special(40, 30), nn.utils.parametrizations.weight_norm(linear())):
+    for other in (hooked, replaced, Special(64, 30), nn.utils.parametrizations.weight_norm(linear())):
         with kernel.swapped("auto", other) as any_served:
             assert not any_served
     assert "forward" in vars(replaced)
 
 
 def test_threads_share_a_model():
-    module, x = linear(), torch.randn(4, 40)
+    module, x = linear(), torch.randn(4, 64)
     inside, may_leave = threading.Event(), threading.Event()
 
     def other_call():
@@ -130,21 +259,58 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     assert not any(type(module) is kernel.FewRows for module in target.modules())
 
 
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 1)])
+def test_recorded_passes_take_it(dtype, threads, monkeypatch):
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    monkeypatch.setattr(test_capture.capture, "USES_BEFORE", 0)
+    calls = {"modules": 0, "products": 0}
+    forward, product = kernel.FewRows.forward, kernel._compiled(dtype, threads)
+
+    def counted_forward(*args):
+        calls["modules"] += 1
+        return forward(*args)
+
+    def counted_product(*args):
+        calls["products"] += args[-1] == threads
+        return product(*args)
+
+    monkeypatch.setattr(kernel.FewRows, "forward", counted_forward)
+    monkeypatch.setattr(kernel, "_compiled", lambda *_: counted_product)
+    model = make_model().to(dtype)
+    with torch_threads(threads), kernel.swapped("auto", model):
+        widths = [1, 1, 1, 3, 3, 1, 3]
+        recorded = test_capture.run(model, widths)
+        assert test_capture.recordings(model) == {1, 3}
+        assert calls["products"] > calls["modules"] > 0, "a replay has no modules"
+        assert test_capture.same(recorded, test_capture.run(model, widths, "off"))
+
+
+def test_the_command_that_times_it(monkeypatch, capsys):
+    monkeypatch.setattr(kernel_times, "POOL", 1 << 16)
+    with torch_threads(torch.get_num_threads()):  # which the command changes
+        for options in ([], ["--dtype", "bfloat16", "--threads", "2"]):
+            shape = ["--shapes", "64x64", "--rows", "1", "5", "--seconds", "0.01"]
+            monkeypatch.setattr(sys, "argv", ["kernel_times.py", *shape, *options])
+            kernel_times.main()
+            lines = capsys.readouterr().out.splitlines()
+            assert len(lines) == 4 and [line.split()[:2] for line in lines[2:]] == [["64x64", "1"], ["64x64", "5"]]
+
+
 def test_a_choice_that_cannot_be_served_is_one_line(monkeypatch):
     target = make_model()
     with pytest.raises(ValueError, match="allowed are auto, torch, numba"):
         specplug.attach(target, kernel="cuda")
-    with pytest.raises(ValueError, match="in fp32 on the CPU"):
-        specplug.attach(make_model().bfloat16(), kernel="numba")
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ValueError, match="one thread"):
+    with pytest.raises(ValueError, match="in fp32, bf16 and fp16 on the CPU"):
+        specplug.attach(make_model().double(), kernel="numba")
+    with torch_threads(2), monkeypatch.context() as patch:
+        patch.setattr(skinny, "openmp", lambda: None)
+        kernel._compiled.cache_clear()
+        with pytest.raises(ValueError, match="serves one thread here"):
             specplug.attach(target, kernel="numba")
         with kernel.swapped("auto", target) as any_served:
             assert not any_served
-    finally:
-        torch.set_num_threads(1)
-    monkeypatch.setattr(kernel, "_compiled", lambda: "numba cannot be imported (no such module)")
+    kernel._compiled.cache_clear()
+    monkeypatch.setattr(kernel, "_compiled", lambda *_: "numba cannot be imported (no such module)")
     with pytest.raises(ValueError, match="no such module"):
         specplug.attach(target, kernel="numba")
     with kernel.swapped("auto", target) as any_served:
@@ -152,7 +318,7 @@ def test_a_choice_that_cannot_be_served_is_one_line(monkeypatch):
 
 
 def test_a_copy_made_during_a_call_is_a_plain_model():
-    module, x = linear(), torch.randn(4, 40)
+    module, x = linear(), torch.randn(4, 64)
     with kernel.swapped("auto", module), torch.no_grad():
         stored = io.BytesIO()
         torch.save(module, stored)
