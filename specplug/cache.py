@@ -45,56 +45,148 @@ def why_not_croppable(cache: Any) -> str | None:
     return None
 
 
-class RoomyLayer(DynamicLayer):
-    """A full layer with room behind what it holds. New positions are written there, where transformers' layer copies all of the
-    text at each pass; to take some back, the views `keys` and `values`, (B, H, T, D), are made shorter.
+class Rooms:
+    """Where the keys and values of several layers stand, with room behind them: of equal shape in one tensor, (N, B, H, S, D), so that
+    a pass that is replayed takes few inputs.
 
     Room is added by chunks that grow with the text, so a short text does not pay for a long maximum.
     """
 
-    keys: Any
-    values: Any
+    def __init__(self) -> None:
+        self.layers: list[RoomyLayer] = []
+        self.tensors: list[Tensor] = []
+        self.places: list[
+            list[int]
+        ] = []  # of each tensor's parts: twice the number of the layer, and one more for its values
 
-    def __init__(self, layer: Any) -> None:
+    def add(self, layer: Any) -> "RoomyLayer":
+        self.layers.append(RoomyLayer(layer, self))
+        return self.layers[-1]
+
+    def lengthen(self, width: int) -> list[Tensor]:
+        """Have so many more positions in all layers, in which anything may stand: what they hold then, (N, B, H, T, D) each."""
+        length = self.layers[0].get_seq_length() + width
+        self.make_room(length)
+        for layer in self.layers:
+            layer.length = length
+        return self.held(length)
+
+    def held(self, length: int) -> list[Tensor]:
+        return [each[:, :, :, :length] for each in self.tensors]
+
+    def make_room(self, length: int) -> None:
+        strangers = any(layer.given is not None for layer in self.layers)  # tensors that somebody else put there
+        if self.tensors and not strangers and length <= self.tensors[0].shape[3]:
+            return
+        length = max(length, *(layer.get_seq_length() for layer in self.layers))
+        room = length + max(ROOM, length // 4)
+        held = [each for layer in self.layers for each in (layer.keys, layer.values)]
+        by_shape: dict[Any, list[int]] = {}
+        for place, each in enumerate(held):
+            by_shape.setdefault((each.shape[:2], each.shape[3:], each.dtype, each.device), []).append(place)
+        self.tensors = []
+        buffers: dict[int, Tensor] = {}
+        for places in by_shape.values():
+            like = held[places[0]]
+            tensor = like.new_empty((len(places), *like.shape[:2], room, like.shape[3]))
+            for number, place in enumerate(places):
+                buffers[place] = tensor[number]
+                buffers[place][:, :, : held[place].shape[2]] = held[place]
+            self.tensors.append(tensor)
+        self.places = list(by_shape.values())
+        for number, layer in enumerate(self.layers):
+            layer.move(buffers[2 * number], buffers[2 * number + 1])
+
+    def first(self, num_layers: int) -> "Rooms":
+        """The first layers, in the same place, with lengths of their own."""
+        some = Rooms()
+        for layer in self.layers[:num_layers]:
+            some.layers.append(layer.lent(some))
+        places = [[place for place in each if place < 2 * num_layers] for each in self.places]
+        some.places = [each for each in places if each]
+        some.tensors = [tensor[: len(each)] for tensor, each in zip(self.tensors, places, strict=True) if each]
+        return some
+
+    def layers_of(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values by layer, (B, H, T, D), out of tensors shaped as ours."""
+        each = {
+            place: tensor[number]
+            for tensor, places in zip(tensors, self.places, strict=True)
+            for number, place in enumerate(places)
+        }
+        return [(each[2 * number], each[2 * number + 1]) for number in range(len(self.layers))]
+
+
+class RoomyLayer(DynamicLayer):
+    """A full layer with room behind what it holds. New positions are written there, where transformers' layer copies all of the
+    text at each pass; to take some back, its length is made shorter."""
+
+    def __init__(self, layer: Any, rooms: Rooms) -> None:
+        self.given: tuple[Tensor, Tensor] | None = None
+        self.length = 0
         super().__init__()
-        self.replaced, self.keys, self.values = layer, layer.keys, layer.values
+        self.replaced, self.rooms = layer, rooms
+        self.given = layer.keys, layer.values
         self.device, self.is_initialized = layer.keys.device, True
-        self._rooms: tuple[Tensor, ...] = ()
+
+    @property
+    def keys(self) -> Any:
+        """(B, H, T, D)"""
+        return self._room_keys[:, :, : self.length] if self.given is None else self.given[0]
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        if keys is not None:
+            self.given = keys, self.values
+
+    @property
+    def values(self) -> Any:
+        """(B, H, T, D)"""
+        return self._room_values[:, :, : self.length] if self.given is None else self.given[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        if values is not None:
+            self.given = self.keys, values
+
+    def move(self, keys: Tensor, values: Tensor) -> None:
+        """Stand in these buffers from now on, (B, H, S, D), which hold what was held."""
+        self.length = self.get_seq_length()
+        self._room_keys, self._room_values, self.given = keys, values, None
+
+    def lent(self, rooms: Rooms) -> "RoomyLayer":
+        """Another layer in the same buffers, which must be there."""
+        other = RoomyLayer(self, rooms)
+        other.length, other.given = self.length, None
+        other._room_keys, other._room_values = self._room_keys, self._room_values
+        return other
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        old = self.keys.shape[-2]
-        self.lengthen(key_states.shape[-2])
-        self.keys[..., old:, :] = key_states
-        self.values[..., old:, :] = value_states
+        old = self.get_seq_length()
+        new = old + key_states.shape[-2]
+        self.rooms.make_room(new)
+        self._room_keys[:, :, old:new] = key_states
+        self._room_values[:, :, old:new] = value_states
+        self.length = new
         return self.keys, self.values
 
-    def lengthen(self, width: int) -> None:
-        """Have so many more positions, in which anything may stand."""
-        held, length = (self.keys, self.values), self.keys.shape[-2]
-        if not self._has_room(length + width):
-            room = length + width + max(ROOM, length // 4)
-            self._rooms = tuple(each.new_empty((*each.shape[:2], room, each.shape[3])) for each in held)
-            for room_of, each in zip(self._rooms, held, strict=True):
-                room_of[:, :, :length] = each
-        self.keys, self.values = (each[:, :, : length + width] for each in self._rooms)
+    def get_seq_length(self) -> int:
+        return self.length if self.given is None else self.given[0].shape[2]
 
-    def _has_room(self, length: int) -> bool:
-        """Also false where somebody has put other tensors in the place of ours."""
-        return (
-            bool(self._rooms)
-            and length <= self._rooms[0].shape[2]
-            and self.keys.data_ptr() == self._rooms[0].data_ptr()
-            and self.values.data_ptr() == self._rooms[1].data_ptr()
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.given is None and tokens_to_remove <= 0:
+            self.length = max(self.length + tokens_to_remove, 0)
+        else:
+            super().crop(tokens_to_remove)
 
     def keep(self, width: int, places: list[int]) -> None:
         """See `keep` below: those that stay are moved to the front of the last `width` positions."""
-        first = self.keys.shape[-2] - width
-        index = (first + torch.tensor(places, dtype=torch.long)).to(self.keys.device)
+        first = self.get_seq_length() - width
+        index = (first + torch.tensor(places, dtype=torch.long)).to(self.device)
         with torch.inference_mode():  # where a draft's keys and values were made
             for each in (self.keys, self.values):
                 each[:, :, first : first + len(places)] = each.index_select(2, index)
-        self.keys, self.values = (each[:, :, : first + len(places)] for each in (self.keys, self.values))
+        self.crop(len(places) - width)
 
 
 def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
@@ -103,8 +195,9 @@ def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
     cache.activate_past_recording()
     if roomy:
         layers: list[Any] = cache.layers
+        rooms = Rooms()
         cache.layers = [
-            RoomyLayer(each) if type(each) is DynamicLayer and each.is_initialized else each for each in layers
+            rooms.add(each) if type(each) is DynamicLayer and each.is_initialized else each for each in layers
         ]
 
 

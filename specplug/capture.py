@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
-from specplug.cache import NAME, RoomyLayer
+from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.config import first_line
 from specplug.fixed import FixedPasses
 
@@ -100,23 +100,22 @@ class Passes:
         inputs = _inputs(ids, cache, given)
         mask = None if inputs[2] is inputs[1] else inputs[2].dtype
         recording = self._recordings[mask, torch.is_inference_mode_enabled()]
+        rooms: Rooms = cache.layers[0].rooms
         if width in recording.ready:
-            for layer in cache.layers:
-                layer.lengthen(width)
-            return recording.run([*inputs, *_held(cache)], self._weights)
+            return recording.run([*inputs, *rooms.lengthen(width)], self._weights)
         started = time.perf_counter()
         replayed = None
         recording.uses += 1
         if recording.uses > self._uses_before and not recording.refused:
-            aside = [
-                torch.nn.functional.pad(each, (0, 0, 0, width)) for each in _held(cache)
-            ]  # that a mistake may spoil
-            replayed = recording.prepare(self._model, [*inputs, *aside], self._weights)
+            rooms.make_room(1)
+            held = rooms.held(cache.get_seq_length())
+            aside = [torch.nn.functional.pad(each, (0, 0, 0, width)) for each in held]  # that a mistake may spoil
+            replayed = recording.prepare(self._model, [*inputs, *aside], self._weights, rooms)
         over = time.perf_counter()
         logits = ordinary()
         self._capture.seconds += over - started
         if replayed is not None:
-            recording.check(width, [replayed, *aside], [logits, *_held(cache)])
+            recording.check(width, [replayed, *aside], [logits, *rooms.held(cache.get_seq_length())])
         return logits
 
 
@@ -133,7 +132,9 @@ class Recording:
         self.ready: set[int] = set()  # widths at which it was right
         self.refused = False
 
-    def prepare(self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor | None:
+    def prepare(
+        self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter], rooms: Rooms
+    ) -> Tensor | None:
         """Record, or return a replay that is to be compared."""
         width = inputs[0].shape[1]
         here = width, inputs[-1].shape[-2] - width
@@ -142,7 +143,7 @@ class Recording:
                 if self.refused:  # by another thread
                     return None
                 if self.replay is None:
-                    self.replay, self.recorded_at = record(model, inputs), here
+                    self.replay, self.recorded_at = record(model, inputs, rooms), here
                 elif here[1] != (self.recorded_at or here)[1]:  # recorded at one length, it has to be right at another
                     return self.run(inputs, weights)
             except Exception as error:  # whatever a model does that cannot be recorded
@@ -196,8 +197,8 @@ class GivenLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
-    """A function of `inputs`, see `_inputs`, with keys and values of each layer, and of the weights, that returns logits.
+def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
+    """A function of `inputs`, see `_inputs`, with keys and values as `rooms` has them, and of the weights, that returns logits.
 
     Raises ValueError if the model decides anything by what it sees. The weights are inputs as well, so that a recording
     stays right where they are replaced by others.
@@ -208,7 +209,7 @@ def record(model: PreTrainedModel, inputs: list[Tensor]) -> Any:
     def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
         past, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
         cache = DynamicCache(config=model.config)
-        cache.layers = [GivenLayer(*each, length) for each in zip(past[::2], past[1::2], strict=True)]
+        cache.layers = [GivenLayer(*each, length) for each in rooms.layers_of(list(past))]
         arguments = {
             "input_ids": ids,
             "position_ids": positions,
@@ -236,7 +237,7 @@ def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) 
     """ids (1, W), their positions, and what each may look at of the T positions in the cache and of these."""
     if given is not None:
         return [ids, given["position_ids"], given["attention_mask"]]
-    width, length = ids.shape[1], cache.layers[0].keys.shape[-2]
+    width, length = ids.shape[1], cache.layers[0].get_seq_length()
     positions = torch.arange(length, length + width, device=ids.device)[None]
     if width == 1:  # may look at everything: no mask, and something in its place
         return [ids, positions, positions]
@@ -246,12 +247,8 @@ def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) 
 
 
 def _served(cache: Any) -> bool:
-    return bool(cache.layers) and all(type(layer) is RoomyLayer for layer in cache.layers)
-
-
-def _held(cache: Any) -> list[Tensor]:
-    """Keys and values of each layer in turn, (1, H, T, D) each."""
-    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
+    layers = cache.layers
+    return bool(layers) and type(layers[0]) is RoomyLayer and len(layers[0].rooms.layers) == len(layers)
 
 
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[Any, Recording]]]" = weakref.WeakKeyDictionary()

@@ -64,7 +64,7 @@ def test_nothing_is_copied_until_the_room_is_used_up():
         cache.update(*states(1, step), 0)
         places.append(layer.keys.data_ptr())
     assert places[0] == places[ROOM] != places[ROOM + 1] == places[-1]
-    assert layer._rooms[0].shape[2] < 2 * layer.get_seq_length()  # and a short text pays for no long maximum
+    assert layer.rooms.tensors[0].shape[3] < 2 * layer.get_seq_length()  # and a short text pays for no long maximum
 
 
 def test_tensors_that_somebody_else_put_there_are_not_lost():

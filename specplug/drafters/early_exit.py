@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specplug.cache import NAME
+from specplug.cache import NAME, RoomyLayer
 from specplug.drafters import Proposal, Request, Session
 from specplug.drafters.model import ModelDrafter, ModelSession
 
@@ -51,13 +51,19 @@ class EarlyExitSession(ModelSession):
         if not self.borrows:
             return super().propose(ids, gamma)
         layers = self.request.cache.layers[: self.num_layers]
-        held = [dict(vars(layer)) for layer in layers]
         self.cache = copy.copy(self.request.cache)
-        self.cache.layers = layers
         self.num_cached = num_cached
+        roomy = [layer for layer in layers if isinstance(layer, RoomyLayer)]
+        if roomy:
+            roomy[0].rooms.make_room(ids.shape[1] + gamma)  # so that nothing has to move while it is lent
+        if len(roomy) == len(layers):
+            self.cache.layers = list(roomy[0].rooms.first(len(layers)).layers)
+            return super().propose(ids, gamma)
+        self.cache.layers = layers
+        held = [dict(vars(layer)) for layer in layers]
         try:
             return super().propose(ids, gamma)
-        finally:  # a layer that grows makes new tensors, so what it held is as it was
+        finally:  # a layer makes new tensors, or writes behind what it held, which is as it was
             for layer, state in zip(layers, held, strict=True):
                 vars(layer).clear()
                 vars(layer).update(state)
