@@ -128,7 +128,7 @@ def decode_batch(
 
     capture = capture or Capture()
     fixed: FixedPasses | None = None
-    if why_not_fixed(model, capture.graph) is None and model_kwargs.get("token_type_ids") is None:
+    if why_not_fixed(model, capture.graph, len(rows)) is None and model_kwargs.get("token_type_ids") is None:
         fixed = capture.fixed(model)
         fixed.fill(cache, padding)
     held = list(rows)  # rows in the cache
@@ -186,7 +186,8 @@ def decode_batch(
                 remove = torch.tensor([0 if first else width - committed[i] for i in going_on])
                 slots = max(row.length for row in active) - 1
                 caches.align(cache, remove, slots)
-            elif 2 * len(active) <= len(held):  # graphs are for so many rows, so not each time that one leaves
+            elif len(active) < len(held) and (2 * len(active) <= len(held) or not fixed.has_graphs):
+                # Graphs are for so many rows, so not each time that one leaves.
                 fixed.select([held.index(row) for row in active])
                 held = list(active)
             first = False

@@ -81,19 +81,15 @@ class Rooms:
         length = max(length, *(layer.get_seq_length() for layer in self.layers))
         room = length + max(ROOM, length // 4)
         held = [each for layer in self.layers for each in (layer.keys, layer.values)]
-        by_shape: dict[Any, list[int]] = {}
-        for place, each in enumerate(held):
-            by_shape.setdefault((each.shape[:2], each.shape[3:], each.dtype, each.device), []).append(place)
-        self.tensors = []
+        self.places, self.tensors = alike(held), []
         buffers: dict[int, Tensor] = {}
-        for places in by_shape.values():
+        for places in self.places:
             like = held[places[0]]
             tensor = like.new_empty((len(places), *like.shape[:2], room, like.shape[3]))
             for number, place in enumerate(places):
                 buffers[place] = tensor[number]
                 buffers[place][:, :, : held[place].shape[2]] = held[place]
             self.tensors.append(tensor)
-        self.places = list(by_shape.values())
         for number, layer in enumerate(self.layers):
             layer.move(buffers[2 * number], buffers[2 * number + 1])
 
@@ -109,12 +105,25 @@ class Rooms:
 
     def layers_of(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Keys and values by layer, (B, H, T, D), out of tensors shaped as ours."""
-        each = {
-            place: tensor[number]
-            for tensor, places in zip(tensors, self.places, strict=True)
-            for number, place in enumerate(places)
-        }
-        return [(each[2 * number], each[2 * number + 1]) for number in range(len(self.layers))]
+        return by_layer(tensors, self.places)
+
+
+def alike(held: list[Tensor]) -> list[list[int]]:
+    """Places of those, (B, H, T, D), that differ in T at most."""
+    found: dict[Any, list[int]] = {}
+    for place, each in enumerate(held):
+        found.setdefault((each.shape[:2], each.shape[3:], each.dtype, each.device), []).append(place)
+    return list(found.values())
+
+
+def by_layer(tensors: list[Tensor], places: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer, out of tensors that hold the parts of these places: keys, values, keys, ..."""
+    parts = {
+        place: part
+        for tensor, each in zip(tensors, places, strict=True)
+        for place, part in zip(each, tensor.unbind(0), strict=True)
+    }
+    return [(parts[place], parts[place + 1]) for place in range(0, len(parts), 2)]
 
 
 class RoomyLayer(DynamicLayer):

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,9 @@ from transformers.generation import GenerationMixin
 
 from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.config import first_line
-from specplug.fixed import FixedPasses
+
+if TYPE_CHECKING:
+    from specplug.fixed import FixedPasses
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +59,20 @@ class Capture:
         self.graph = graph
         self.uses_before = uses_before
         self.seconds = 0.0  # not those of any pass
-        self._opened: list[FixedPasses] = []
+        self._opened: list[Any] = []
 
     def passes(self, model: PreTrainedModel) -> "Passes":
         return Passes(self, model)
 
-    def fixed(self, model: PreTrainedModel) -> FixedPasses:
-        """Passes at fixed shapes, until `close`."""
-        self._opened.append(FixedPasses(model, self.graph, self.uses_before, self._spend))
-        return self._opened[-1]
+    def fixed(self, model: PreTrainedModel) -> "FixedPasses":
+        """Passes of rows of any lengths, until `close`: at fixed shapes where the device has graphs for them."""
+        from specplug.fixed import FixedPasses, has_graphs
+        from specplug.ragged_pass import RaggedPasses
+
+        kind = FixedPasses if has_graphs(model, self.graph) else RaggedPasses
+        self._opened.append(kind(model, self.graph, self.uses_before, self._spend))
+        opened: FixedPasses = self._opened[-1]
+        return opened
 
     def _spend(self, seconds: float) -> None:
         self.seconds += seconds
@@ -110,7 +117,11 @@ class Passes:
             rooms.make_room(1)
             held = rooms.held(cache.get_seq_length())
             aside = [torch.nn.functional.pad(each, (0, 0, 0, width)) for each in held]  # that a mistake may spoil
-            replayed = recording.prepare(self._model, [*inputs, *aside], self._weights, rooms)
+            given_all = [*inputs, *aside]
+            length = cache.get_seq_length()
+            replayed = recording.prepare(
+                lambda: record(self._model, given_all, rooms), length, given_all, self._weights
+            )
         over = time.perf_counter()
         logits = ordinary()
         self._capture.seconds += over - started
@@ -127,27 +138,25 @@ class Recording:
 
     def __init__(self) -> None:
         self.uses = 0
-        self.recorded_at: tuple[int, int] | None = None
+        self.recorded_at = 0  # positions before it
         self.replay: Any = None
-        self.ready: set[int] = set()  # widths at which it was right
+        self.ready: set[Any] = set()  # widths, and numbers of rows, at which it was right
         self.refused = False
 
     def prepare(
-        self, model: PreTrainedModel, inputs: list[Tensor], weights: list[nn.Parameter], rooms: Rooms
+        self, make: Callable[[], Any], length: int, inputs: list[Tensor], weights: list[nn.Parameter]
     ) -> Tensor | None:
-        """Record, or return a replay that is to be compared."""
-        width = inputs[0].shape[1]
-        here = width, inputs[-1].shape[-2] - width
+        """Record, or return a replay that is to be compared. `length`: positions before those of the pass."""
         with RECORDING:
             try:
                 if self.refused:  # by another thread
                     return None
                 if self.replay is None:
-                    self.replay, self.recorded_at = record(model, inputs, rooms), here
-                elif here[1] != (self.recorded_at or here)[1]:  # recorded at one length, it has to be right at another
+                    self.replay, self.recorded_at = make(), length
+                elif length != self.recorded_at:  # recorded at one length, it has to be right at another
                     return self.run(inputs, weights)
             except Exception as error:  # whatever a model does that cannot be recorded
-                self._refuse(f"{type(model).__name__}: {first_line(error)}")
+                self._refuse(first_line(error))
             return None
 
     def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor:
@@ -162,7 +171,7 @@ class Recording:
         finally:
             torch._C._set_graph_executor_optimize(before)
 
-    def check(self, width: int, replayed: list[Tensor], expected: list[Tensor]) -> None:
+    def check(self, width: Any, replayed: list[Tensor], expected: list[Tensor]) -> None:
         if not self.refused and len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
             self.ready.add(width)
         else:
@@ -200,8 +209,7 @@ class GivenLayer(DynamicLayer):
 def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
     """A function of `inputs`, see `_inputs`, with keys and values as `rooms` has them, and of the weights, that returns logits.
 
-    Raises ValueError if the model decides anything by what it sees. The weights are inputs as well, so that a recording
-    stays right where they are replaced by others.
+    The weights are inputs as well, so that a recording stays right where they are replaced by others. Raises as `trace`.
     """
     masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2] - inputs[0].shape[1]
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -222,10 +230,18 @@ def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
             logits: Tensor = model(**arguments).logits
         return logits
 
+    return trace(forward, [*inputs, *weights])
+
+
+def trace(forward: Callable[..., Tensor], inputs: list[Tensor]) -> Any:
+    """A function of the same inputs that does what `forward` does with these.
+
+    Raises ValueError if that decides anything by what it sees.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
-        graph, _ = torch._C._create_graph_by_tracing(forward, (*inputs, *weights), lambda _: "", True, False, None, [])
+        graph, _ = torch._C._create_graph_by_tracing(forward, tuple(inputs), lambda _: "", True, False, None, [])
         recording = torch._C._create_function_from_graph("forward", graph)
     for each in caught:
         if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):

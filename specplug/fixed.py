@@ -88,17 +88,22 @@ class Buffers:
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
         """A pass as it is, (B, W) and (B, W) -> (B, W, V): part of a program."""
         model: Any = self.model()
-        self.cache.places.positions = positions
-        inputs = {
-            "input_ids": ids,
-            "position_ids": positions,
-            "attention_mask": self.cache.masks(positions),
-            "use_cache": True,
-            "return_dict": True,
-            NAME: self.cache,
-        }
-        logits: Tensor = (_compiled(model) if compiled else model)(**inputs).logits
-        return logits
+        return run_pass(_compiled(model) if compiled else model, ids, positions, self.cache)
+
+
+def run_pass(model: Any, ids: Tensor, positions: Tensor, cache: RaggedCache) -> Tensor:
+    """(B, W) and (B, W) -> (B, W, V)"""
+    cache.places.positions = positions
+    inputs = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "attention_mask": cache.masks(positions),
+        "use_cache": True,
+        "return_dict": True,
+        NAME: cache,
+    }
+    logits: Tensor = model(**inputs).logits
+    return logits
 
 
 class Pass:
@@ -123,6 +128,8 @@ class Pass:
 
 class FixedPasses:
     """The passes of one model in one call, on rows of any lengths. `close` when the call is over."""
+
+    has_graphs = True  # so rows that are finished stay while half of them go on, and drafts are made by programs
 
     def __init__(
         self,
@@ -236,9 +243,15 @@ class FixedPasses:
             self._buffers = None
 
 
-def why_not(model: PreTrainedModel, graph: str) -> str | None:
-    """None if the passes of this model are to be run at fixed shapes, else the reason why not."""
-    if graph == "off" or (graph != "compile" and model.device.type not in GRAPHS):
+def has_graphs(model: PreTrainedModel, graph: str) -> bool:
+    """Whether passes of this model are to be run at fixed shapes."""
+    return graph == "compile" or (graph != "off" and model.device.type in GRAPHS)
+
+
+def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1) -> str | None:
+    """None if the passes of this model are to be run on a ragged cache, else the reason why not: where there are graphs for them,
+    and for several rows wherever passes are recorded."""
+    if not has_graphs(model, graph) and (graph == "off" or num_rows == 1):
         return f"graph={graph} on {model.device.type}"
     text = model.config.get_text_config()
     if text._attn_implementation not in ("sdpa", "eager"):
@@ -299,7 +312,8 @@ def _leave(model: PreTrainedModel, buffers: Buffers) -> None:
     with _LOCK:
         idle = _IDLE.setdefault(model, [])
         idle.append(buffers)
-        # The last one always: without it every call would capture anew.
+        if len(idle) == 1:  # it stays always: without it every call would capture anew
+            return
         most = sum(each.numel() * each.element_size() for each in model.parameters()) * KEPT_SHARE
         while len(idle) > 1 and (len(idle) > KEPT or sum(each.cache.num_bytes for each in idle) > most):
             idle.pop(0)

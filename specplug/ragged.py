@@ -13,15 +13,17 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from specplug.cache import alike, by_layer
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Places:
-    """Where the pass under way writes, for all layers: (B, W) positions."""
+    """Where the pass under way writes, for all layers, and how far it may look."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.rows = torch.arange(num_rows, device=device)[:, None]
-        self.positions: Tensor | None = None
+    def __init__(self, rows: Tensor, positions: Tensor | None = None) -> None:
+        self.rows, self.positions = rows, positions  # (B, 1) numbers of the rows, (B, W)
+        self.num_slots: int | None = None  # None: all of them
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -30,23 +32,22 @@ class RaggedLayer(CacheLayerMixin):
     keys: Any
     values: Any
 
-    def __init__(self, like: Any, num_rows: int, room: int, places: Places) -> None:
-        """`like`: a layer that holds something, of the same heads and types."""
+    def __init__(self, keys: Tensor, values: Tensor, places: Places) -> None:
         super().__init__()
-        self.places = places
-        # Zeros: a slot that is masked still takes part in sums, with a weight of zero.
-        self.keys, self.values = (_zeros(each, num_rows, room) for each in (like.keys, like.values))
-        self.device, self.is_initialized = self.keys.device, True
+        self.keys, self.values, self.places = keys, values, places  # (B, H, S, D)
+        self.device, self.is_initialized = keys.device, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a ragged layer is made with its buffers")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """(B, H, W, D) are written at the places of this pass; returns the whole buffers, (B, H, S, D)."""
+        """(B, H, W, D) are written at the places of this pass; returns the buffers, as far as it may look."""
         at = (self.places.rows, self.places.positions)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             buffer.transpose(1, 2).index_put_(at, states.transpose(1, 2))
-        return self.keys, self.values
+        if self.places.num_slots is None:
+            return self.keys, self.values
+        return self.keys[:, :, : self.places.num_slots], self.values[:, :, : self.places.num_slots]
 
     def get_seq_length(self) -> int:
         return 0  # positions are always given
@@ -62,34 +63,49 @@ class RaggedLayer(CacheLayerMixin):
 class RaggedCache(Cache):
     """For `num_rows` sequences of up to `room` positions each, made after a `DynamicCache` that holds something."""
 
-    def __init__(self, model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int) -> None:
-        self.places = Places(num_rows, like.layers[0].keys.device)  # type: ignore[union-attr]
+    def __init__(self, model: PreTrainedModel, like: Any, num_rows: int, room: int) -> None:
         self.num_rows, self.room = num_rows, room
-        layers: list[Any] = like.layers
+        held = [each for layer in like.layers if layer.is_initialized for each in (layer.keys, layer.values)]
+        self.parts = alike(held)
+        self.tensors = [_zeros(held[each[0]], len(each), num_rows, room) for each in self.parts]  # (N, B, H, S, D) each
+        rows = torch.arange(num_rows, device=held[0].device)[:, None]
         # A layer that holds nothing shares another's keys and values.
-        super().__init__(
-            layers=[
-                RaggedLayer(each, num_rows, room, self.places) if each.is_initialized else copy.copy(each)
-                for each in layers
-            ]
-        )
+        self.empty = [None if layer.is_initialized else copy.copy(layer) for layer in like.layers]
+        self.places = Places(rows)
+        super().__init__(layers=self._layers(self.tensors, self.places))
         config = model.config.get_text_config()
         self.window: int = getattr(config, "sliding_window", None) or 0
         kinds = set(getattr(config, "layer_types", None) or [SLIDING if self.window else FULL])
         self.kinds = sorted(kinds)
         self.additive = model.dtype if config._attn_implementation == "eager" else None
 
+    def _layers(self, tensors: list[Tensor], places: Places) -> list[Any]:
+        filled = iter(by_layer(tensors, self.parts))
+        return [RaggedLayer(*next(filled), places) if each is None else each for each in self.empty]
+
+    def over(self, tensors: list[Tensor], places: Places) -> "RaggedCache":
+        """The same over other tensors, for a recording."""
+        other = copy.copy(self)
+        other.tensors, other.places, other.layers = tensors, places, self._layers(tensors, places)
+        return other
+
+    def first(self, num_rows: int) -> "RaggedCache":
+        """The first rows, in the same place."""
+        rest = self.over([each[:, :num_rows] for each in self.tensors], Places(self.places.rows[:num_rows]))
+        rest.num_rows = num_rows
+        return rest
+
+    def held(self, num_slots: int) -> list[Tensor]:
+        """The first slots of all rows and layers, (N, B, H, num_slots, D) each."""
+        return [each[:, :, :, :num_slots] for each in self.tensors]
+
     @property
     def device(self) -> torch.device:
         return self.places.rows.device
 
     @property
-    def buffers(self) -> list[Tensor]:
-        return [each for layer in self.layers if isinstance(layer, RaggedLayer) for each in (layer.keys, layer.values)]
-
-    @property
     def num_bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in self.buffers)
+        return sum(each.numel() * each.element_size() for each in self.tensors)
 
     def _pairs(self, cache: DynamicCache) -> list[tuple[RaggedLayer, Any]]:
         """Each layer of ours with that of `cache`; without those that share another's keys and values."""
@@ -98,7 +114,8 @@ class RaggedCache(Cache):
 
     def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What the queries at `positions`, (B, W), may look at, (B, 1, W, S) as the model's attention takes it."""
-        slots = torch.arange(self.room, device=positions.device)
+        num_slots = self.tensors[0].shape[3] if self.places.num_slots is None else self.places.num_slots
+        slots = torch.arange(num_slots, device=positions.device)
         seen = slots <= positions[..., None]  # (B, W, S)
         by_kind = {FULL: seen}
         if SLIDING in self.kinds:
@@ -145,11 +162,12 @@ class RaggedCache(Cache):
 
     def take_rows(self, other: "RaggedCache", rows: Tensor) -> None:
         """Those rows of another cache, in order, become the first ones here; the other may have less room."""
-        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
-            mine[: len(rows), :, : other.room] = theirs.index_select(0, rows)
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
+            mine[:, : len(rows), :, : other.room] = theirs.index_select(1, rows)
 
 
-def _zeros(states: Tensor, num_rows: int, room: int) -> Tensor:
-    # Written in and out of inference mode.
-    with torch.inference_mode(False):
-        return torch.zeros((num_rows, states.shape[1], room, states.shape[3]), dtype=states.dtype, device=states.device)
+def _zeros(like: Tensor, number: int, num_rows: int, room: int) -> Tensor:
+    """A slot that is masked still takes part in sums, with a weight of zero, so it must hold a number."""
+    with torch.inference_mode(False):  # written in and out of it
+        shape = number, num_rows, like.shape[1], room, like.shape[3]
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)

@@ -247,7 +247,13 @@ def alive(made: list[World]) -> dict[str, int]:
     gc.collect()
     trim()
     objects = gc.get_objects()
-    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
+    kept = [buffers for idle in fixed._IDLE.values() for buffers in idle]  # which have a bound of their own
+    of_kept = {each.untyped_storage().data_ptr() for buffers in kept for each in tensors_of(buffers)}
+    tensors = [
+        each
+        for each in objects
+        if issubclass(type(each), torch.Tensor) and (each.is_meta or each.untyped_storage().data_ptr() not in of_kept)
+    ]
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if not each.is_meta
     }
@@ -276,7 +282,7 @@ def alive(made: list[World]) -> dict[str, int]:
         "settings": hook._SETTINGS.get() is not None,
         "layers_inside": len(kernels._INSIDE) + len(packed._INSIDE),
         "buffers": sum(map(len, fixed._IDLE.values())),
-        "programs": sum(len(each.programs) for kept in fixed._IDLE.values() for each in kept),
+        "programs": sum(len(each.programs) for each in kept),
         "models_tried_out": len(tree_pass._FOUND),
         "rules": len(verify.RULES),
         "loops": sum(len(plugin._loops) for plugin in plugins),
@@ -287,6 +293,14 @@ def alive(made: list[World]) -> dict[str, int]:
         "system_threads": len(os.listdir("/proc/self/task")),
         "open_files": len(os.listdir("/proc/self/fd")),
     }  # fmt: skip
+
+
+def tensors_of(buffers) -> list[torch.Tensor]:
+    """What a set of buffers holds, and its programs."""
+    places = buffers.cache.places
+    held = [*buffers.cache.tensors, places.rows]
+    holders = [places, *(program.function for program in buffers.programs.values())]
+    return held + [each for holder in holders for each in vars(holder).values() if isinstance(each, torch.Tensor)]
 
 
 def estimating(schedule) -> list[AdaptiveSchedule]:

@@ -100,7 +100,7 @@ def test_a_wrong_alignment_is_caught(monkeypatch):
     plain = goal.generate(**call)
     align = specplug.batch.caches.align
     monkeypatch.setattr(specplug.batch.caches, "align", lambda c, remove, n: align(c, torch.zeros_like(remove), n))
-    with specplug.attach(goal, draft, engine="rounds", gamma=4):
+    with specplug.attach(goal, draft, engine="rounds", gamma=4, graph="off"):
         assert not torch.equal(goal.generate(**call), plain)
 
 
@@ -139,6 +139,10 @@ def test_rows_are_independent_of_each_other(target):  # noqa: F811
 def test_rounds_serves_it_and_not_the_loop_of_transformers(monkeypatch):
     goal, draft = pair("llama")
     _, call = padded([3, 6])
-    monkeypatch.setattr(GenerationMixin, "_sample", None)
+
+    def refuses(*args, **kwargs):
+        raise AssertionError("transformers' loop was run")
+
+    monkeypatch.setattr(GenerationMixin, "_sample", refuses)
     with specplug.attach(goal, draft, engine="rounds", gamma=4):
         assert goal.generate(**call, eos_token_id=EOS).shape[0] == 2

@@ -4,6 +4,7 @@ There is no graph of a device here. In its place the operations of a program are
 and write, and a replay runs them without the program: what Python decides is as it was at the capture, as in a graph.
 """
 
+import copy
 import gc
 import threading
 import weakref
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 import specplug
-from specplug import capture, fixed, launches, ragged
+from specplug import capture, fixed, launches, ragged, ragged_pass
 from specplug.cache import NAME
 from specplug.drafters import Request, fixed_model
 from specplug.drafters.fixed_model import DraftLoop, FixedDraft
@@ -98,7 +99,7 @@ def frozen(kind="llama", **extra):
 
 def model_of(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval().requires_grad_(False)
 
 
 def passes_over(model, graph="capture", uses_before=0):
@@ -498,3 +499,61 @@ def test_a_read_in_between_would_be_counted():
     with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), schedule=schedule, engine="rounds"):
         counts = launches.count(lambda: model.generate(prompt(9), do_sample=False, max_new_tokens=30), schedule, "cpu")
     assert counts.host_reads > counts.num_rounds
+
+
+@pytest.fixture
+def no_graphs(monkeypatch):
+    """The CPU has none, as is the case: there passes over several rows are recorded."""
+    monkeypatch.delitem(fixed.GRAPHS, "cpu")
+    monkeypatch.setattr(ragged_pass, "USES_BEFORE", 0)
+
+
+def ready(model):
+    """Numbers of rows and widths whose recordings are used."""
+    return {shape for key, each in capture._KNOWN[model][1].items() if key[0] == "ragged" for shape in each.ready}
+
+
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+@pytest.mark.parametrize("call", [*CALLS, dict(do_sample=False, max_new_tokens=18, min_new_tokens=18)])
+@pytest.mark.parametrize("make", [frozen, lambda: frozen("mistral"), lambda: frozen("gpt2"), CONFIGS[3], CONFIGS[4]])
+def test_batches_are_recorded_and_their_ids_are_those_of_plain_decoding(make, call, draft, no_graphs):
+    model = make() if callable(make) else model_of(make)
+    drafter = noisy_copy(model, 0.02) if draft == "model" else "lookup"
+    given = padded([3, 11, 7, 4, 5])
+    expected = model.generate(**given, **call)
+    with specplug.attach(model, drafter, gamma=3, engine="rounds"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**given, **call), expected)
+    assert not Replayed.made
+    if type(make) is not MixtralConfig:
+        assert {width for _, width in ready(model)} >= ({1} if draft == "lookup" else {4})
+        if draft == "model":
+            assert any(width == 1 for _, width in ready(drafter))
+
+
+def test_a_replay_of_a_batch_that_differs_is_not_used(no_graphs, monkeypatch):
+    original = ragged_pass.record
+
+    def wrong(model, cache, inputs):
+        recorded = original(model, cache, inputs)
+        return lambda *inputs: recorded(*inputs) + 1e-3
+
+    monkeypatch.setattr(ragged_pass, "record", wrong)
+    model, given = frozen(), padded([3, 11, 7])
+    expected = model.generate(**given, do_sample=False, max_new_tokens=18)
+    with specplug.attach(model, "lookup", gamma=3, engine="rounds"):
+        assert torch.equal(model.generate(**given, do_sample=False, max_new_tokens=18), expected)
+    assert not ready(model)
+
+
+def test_a_batch_of_a_model_that_changes_is_recorded_anew(no_graphs):
+    model, given = frozen(), padded([3, 11, 7])
+    with specplug.attach(model, "lookup", gamma=3, engine="rounds") as plugin:
+        before = model.generate(**given, do_sample=False, max_new_tokens=18)
+        assert ready(model)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(torch.linspace(-1, 1, 32))
+        found = model.generate(**given, do_sample=False, max_new_tokens=18)
+        plugin.detach()
+    assert torch.equal(found, model.generate(**given, do_sample=False, max_new_tokens=18))
+    assert not torch.equal(found, before)

@@ -77,7 +77,7 @@ class FixedDraft(Forward):
         self.num_rows = num_rows
         self.num_right = [0] * num_rows  # leading tokens of each text that are in the cache
         self.num_fed: dict[int, int] = {}  # drafts of the last proposal that are in the cache, until they are judged
-        self.loops = _key(request) is not None
+        self.loops = self.fixed.has_graphs and _key(request) is not None
         self.last: tuple[int, Tensor, Tensor] | None = (
             None  # what was asked for, (1, T) text and (1, G) drafts of this round
         )
@@ -93,7 +93,7 @@ class FixedDraft(Forward):
         own = {b: texts[b].to(device) for b in active}
         if not self.rows:
             self._prefill(own)
-        elif 2 * len(active) <= len(self.rows):
+        elif len(active) < len(self.rows) and (2 * len(active) <= len(self.rows) or not self.fixed.has_graphs):
             self.fixed.select([self.rows.index(b) for b in active])
             self.rows = list(active)
         begun, self.begun = self.begun, None

@@ -42,16 +42,16 @@ class ModelDrafter:
         self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
 
     def start(self, request: Request) -> Session:
-        if self._fixed(request):
+        if self._fixed(request, 1):
             return OneRow(FixedDraft(self, request, 1))
         return TreeModelSession(self, request) if request.tree else ModelSession(self, request)
 
     def start_rows(self, request: Request, num_rows: int) -> RowSession:
-        return (FixedDraft if self._fixed(request) else ModelRowSession)(self, request, num_rows)
+        return (FixedDraft if self._fixed(request, num_rows) else ModelRowSession)(self, request, num_rows)
 
-    def _fixed(self, request: Request) -> bool:
-        """Whether to draft at fixed shapes; not where each row of a batch has a session, and with it a cache, of its own."""
-        return not request.tree and request.alone and why_not(self.model, request.capture.graph) is None
+    def _fixed(self, request: Request, num_rows: int) -> bool:
+        """Whether to draft on a ragged cache; not where each row of a batch has a session, and with it a cache, of its own."""
+        return not request.tree and request.alone and why_not(self.model, request.capture.graph, num_rows) is None
 
 
 class ModelSession(Forward):

@@ -1,0 +1,107 @@
+"""Passes over several rows of any lengths where there are no graphs for them: recorded as those of one sequence are, see capture.py.
+
+A pass looks no further than the longest row goes, and has the rows and the width that it needs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
+from transformers import DynamicCache, PreTrainedModel
+
+from specplug.capture import MAX_WIDTH, RECORDING, USES_BEFORE, Recording, _recordings, trace
+from specplug.fixed import FixedPasses, run_pass
+from specplug.ragged import Places, RaggedCache
+
+
+class RaggedPasses(FixedPasses):
+    has_graphs = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        graph: str,
+        uses_before: int | None = None,
+        spent: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        super().__init__(model, graph, uses_before, spent)
+        self._num_slots = 0  # that hold anything
+        self._rest: RaggedCache | None = None  # what is left of the cache when rows have left
+        self._recorded_after = USES_BEFORE if uses_before is None else uses_before
+        self._recordings: dict[Any, Recording] | None = None
+        if graph == "capture":
+            with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
+                self._recordings, self._weights = _recordings(model)
+
+    @property
+    def cache(self) -> RaggedCache:
+        return super().cache if self._rest is None else self._rest
+
+    def fill(self, cache: DynamicCache, padding: list[int], room: int = 0) -> None:
+        super().fill(cache, padding, room)
+        self._num_slots = cache.get_seq_length()
+
+    def make_room(self, length: int) -> None:
+        before = self._buffers
+        super().make_room(length)
+        if self._buffers is not before:
+            self._rest = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """In place: the others move to the front."""
+        cache = self.cache
+        index = torch.tensor(rows, device=cache.device)
+        with torch.inference_mode():
+            for each in cache.held(self._num_slots):
+                each[:, : len(rows)] = each.index_select(1, index)
+        self._rest = cache.first(len(rows))
+
+    def __call__(self, ids: Tensor, starts: Sequence[int]) -> Tensor:
+        width = ids.shape[1]
+        num_slots = max(starts) + width
+        self.make_room(num_slots)
+        self._num_slots = max(self._num_slots, num_slots)
+        cache = self.cache
+        positions = torch.tensor(starts, device=ids.device)[:, None] + torch.arange(width, device=ids.device)
+        if self._recordings is None or width > MAX_WIDTH:
+            return self._ordinary(ids, positions, num_slots)
+        # One position is computed otherwise than several.
+        recording = self._recordings["ragged", width == 1, torch.is_inference_mode_enabled()]
+        inputs, shape = [ids, positions, cache.places.rows], (len(ids), width)
+        if shape in recording.ready:
+            return recording.run([*inputs, *cache.held(num_slots)], self._weights).float()
+        started = time.perf_counter()
+        replayed = None
+        recording.uses += 1
+        if recording.uses > self._recorded_after and not recording.refused:
+            aside = [each.clone() for each in cache.held(num_slots)]  # that a mistake may spoil
+            given = [*inputs, *aside]
+            replayed = recording.prepare(
+                lambda: record(self.model, cache, given), num_slots - width, given, self._weights
+            )
+        over = time.perf_counter()
+        logits = self._ordinary(ids, positions, num_slots)
+        self._spent(over - started)
+        if replayed is not None:
+            recording.check(shape, [replayed.float(), *aside], [logits, *cache.held(num_slots)])
+        return logits
+
+    def _ordinary(self, ids: Tensor, positions: Tensor, num_slots: int) -> Tensor:
+        self.cache.places.num_slots = num_slots
+        return run_pass(self.model, ids, positions, self.cache).float()
+
+
+def record(model: PreTrainedModel, cache: RaggedCache, inputs: list[Tensor]) -> Any:
+    """A function of ids and positions, (B, W) each, numbers of the rows, (B, 1), what `cache` holds as far as the pass may look, and
+    the weights, that returns logits. Raises as `trace`."""
+    names, weights = zip(*model.named_parameters(), strict=True)
+
+    def forward(ids: Tensor, positions: Tensor, rows: Tensor, *given: Tensor) -> Tensor:
+        held, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
+        with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
+            return run_pass(model, ids, positions, cache.over(list(held), Places(rows)))
+
+    return trace(forward, [*inputs, *weights])
