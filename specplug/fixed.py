@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
@@ -65,6 +65,7 @@ class CudaGraph:
         self.graph.replay()
 
 
+OURS = ("torch", "transformers", "bitsandbytes", "specplug")  # packages whose modules may be captured
 GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}  # by type of device
 
 
@@ -268,9 +269,22 @@ def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1) -> str | None
         return "it is on several devices"
     if any(type(layer) not in CROPPABLE for layer in new_draft_cache(model.config).layers):
         return "its cache has layers of another kind"
+    for module in model.modules():
+        reason = _why_not_module(module)
+        if reason is not None:
+            return f"{type(module).__name__} {reason}"
     if model not in _TRIED:
         _TRIED[model] = _tried_out(model)
     return _TRIED[model]
+
+
+def _why_not_module(module: nn.Module) -> str | None:
+    """A replay runs nothing of Python: neither hooks, nor what a module of somebody else's may do between its operations."""
+    if type(module).__module__.partition(".")[0] not in OURS:
+        return f"is none of the modules of {', '.join(OURS)}"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "has hooks, or a forward of its own"
+    return "is in training" if module.training else None
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:

@@ -160,6 +160,10 @@ def test_wrong_masks_and_places_are_told_apart(wrong, monkeypatch):
     assert "heed" in fixed.why_not(model, "capture")
 
 
+class Foreign(torch.nn.Module):
+    """What somebody else wrote."""
+
+
 CALLS = [dict(do_sample=False, max_new_tokens=18), dict(do_sample=False, max_new_tokens=18, repetition_penalty=1.3)]
 
 
@@ -411,6 +415,10 @@ def test_graph_compile_compiles_the_passes_and_nothing_else_does(monkeypatch):
         (lambda model: setattr(model.config, "layer_types", ["chunked_attention"] * 2), "neither full nor sliding"),
         (lambda model: setattr(model.config, "_attn_implementation", "flash_attention_2"), "takes no mask"),
         (lambda model: setattr(model.config, "_attn_implementation", "flex_attention"), "takes no mask"),
+        (lambda model: model.model.norm.register_forward_hook(lambda *args: None), "hooks"),
+        (lambda model: setattr(model.model.norm, "forward", model.model.norm.forward), "forward of its own"),
+        (lambda model: model.train(), "in training"),
+        (lambda model: setattr(model.model, "norm", Foreign()), "none of the modules"),
     ],
 )
 def test_what_is_not_served_is_named(change, reason):

@@ -30,13 +30,21 @@ import torch, transformers
 print("torch", torch.__version__, "transformers", transformers.__version__)
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
 PY
+# What is captured, whether ids agree alone and in batches, host reads and launches of a round, with graphs and without.
+"$python" "$root/tests/gpu/check.py" check.json --device "$device" 2>check.log | tail -n 1 | cut -c1-2000 || echo "check: see check.log and check.json"
 # The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
 run tiny_fp32 "draft.device=$device" "recipe.limit=$limit" "threads=$threads"
 run tiny_bf16 "draft.device=$device" "recipe.limit=$limit" "threads=$threads" target.dtype=bf16 draft.dtype=bf16
 run tiny_uncaptured "draft.device=$device" "recipe.limit=$limit" "threads=$threads" graph=off
 run tiny_sampled "draft.device=$device" "recipe.limit=$limit" "threads=$threads" sampling.temperature=0.7
 run bench_tiny recipe=bench "draft.device=$device" "recipe.limit=4" "threads=$threads"
-[ "$device" = cpu ] || run bench_shapes recipe=bench pair=shape_llama8b_1b recipe.synthetic_alpha=0.8 sampling.temperature=1 recipe.limit=2
+run bench_batch recipe=bench "draft.device=$device" recipe.batch_size=8 "recipe.limit=8" "threads=$threads"
+if [ "$device" != cpu ]; then
+  shapes=(recipe=bench pair=shape_llama8b_1b recipe.synthetic_alpha=0.8 sampling.temperature=1)
+  run bench_shapes "${shapes[@]}" recipe.limit=2
+  run bench_shapes_eager "${shapes[@]}" recipe.limit=1 graph=off
+  run bench_shapes_batch "${shapes[@]}" recipe.limit=32 recipe.batch_size=32
+fi
 
 if [ -s "${SPECPLUG_SMOLLM2:-}" ] && [ -s "${SPECPLUG_SPEC_BENCH:-}" ]; then
   # bitsandbytes quantizes ordinary weights, so the GGUF file becomes some first.
