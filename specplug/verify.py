@@ -96,14 +96,16 @@ def verify_token(
     uniform = torch.rand(acceptance.shape, dtype=acceptance.dtype, device=acceptance.device, generator=generator)
     num_accepted = _drafted(uniform < acceptance, num_drafts).long().cumprod(-1).sum(-1)  # (B,)
     rows, width = torch.arange(len(target_probs), device=target_probs.device), draft_tokens.shape[1]
+    if not width:
+        return Verified(num_accepted, sample_unread(target_probs[:, 0], generator))
     chosen = target_probs[rows, num_accepted]  # (B, V)
-    if width:  # one position of each row is needed, not the residuals of all
-        at = num_accepted.clamp(max=width - 1)
-        draft = None if draft_probs is None else draft_probs[rows, at][:, None]
-        recovered = residual(draft_tokens[rows, at][:, None], draft, chosen[:, None])[:, 0]
-        # Behind a row's last draft nothing was tested, so nothing is taken off the target's distribution.
-        tested = num_accepted < (width if num_drafts is None else num_drafts)
-        chosen = torch.where(tested[:, None], recovered, chosen)
+    # One position of each row is needed, not the residuals of all.
+    at = num_accepted.clamp(max=width - 1)
+    draft = None if draft_probs is None else draft_probs[rows, at][:, None]
+    recovered = residual(draft_tokens[rows, at][:, None], draft, chosen[:, None])[:, 0]
+    # Behind a row's last draft nothing was tested, so nothing is taken off the target's distribution.
+    tested = num_accepted < (width if num_drafts is None else num_drafts)
+    chosen = torch.where(tested[:, None], recovered, chosen)
     return Verified(num_accepted, sample_by_inversion(chosen, generator))
 
 
@@ -210,6 +212,13 @@ def _drafted(accepted: Tensor, num_drafts: Tensor | None) -> Tensor:
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token id per row of (B, V) probabilities, drawn as transformers draws it."""
     return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
+
+
+def sample_unread(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """What `sample` draws from the same random numbers, (B, V) -> (B,), without waiting for the device to look whether it can. A row with a
+    nan, or with nothing above 0, gets -1, see `checked`. So where nothing is drafted, texts are those of plain decoding."""
+    tokens = race(probs, torch.empty_like(probs).exponential_(1, generator=generator))
+    return torch.where(probs.gather(-1, tokens[:, None]).squeeze(1) > 0, tokens, -1)
 
 
 def race(probs: Tensor, noise: Tensor) -> Tensor:

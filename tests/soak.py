@@ -264,7 +264,8 @@ def alive(made: list[World]) -> dict[str, int]:
     return {
         "models": len(models),
         "plugins": len(plugins),
-        "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        - sum(each.cache.num_bytes for each in kept),
         "objects": len(objects),
         "tensors": len(tensors),
         "tensor_bytes": sum(storages.values()),

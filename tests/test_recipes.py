@@ -121,7 +121,8 @@ def test_a_mismatch_ends_with_exit_code_1_and_names_the_prompts(tmp_path, capsys
         return specplug.verify.Verified(kept, scores[:, -1].argmax(-1))
 
     monkeypatch.setattr(specplug.round, "verify_greedy", keep_everything)
-    code, summary = run(capsys, tmp_path, *QUICK, "pair=lookup", "threads=1")
+    drafting = ("pair=lookup", "schedule=fixed", "schedule.gamma=4", "threads=1")  # also where drafts do not pay
+    code, summary = run(capsys, tmp_path, *QUICK, *drafting)
     assert code == 1 and summary["exactness"]["mismatch"] == len(summary["mismatches"]) > 0
 
 

@@ -189,7 +189,7 @@ def means(target, draft, monkeypatch, change=None, rule="walk"):
     """Tokens per pass over 20 calls, each replayed."""
     with monkeypatch.context() as patched:
         if change is not None:
-            patched.setattr("specplug.drafters.model.race", change)
+            patched.setattr("specplug.drafters.forward.race", change)
         with specplug.attach(target, draft, verify=rule, engine="rounds", gamma=4) as plugin:
             for seed in range(20):
                 torch.manual_seed(seed)

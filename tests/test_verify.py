@@ -272,3 +272,15 @@ def test_a_draft_may_be_dropped_before_it_is_drawn_but_not_for_what_it_is(droppe
         law += chance * (1 - kept) * verify.residual(draft, q, p)[0, 0]
     right = (law - p[0, 0]).abs().max().item() < 1e-12
     assert right == (len(dropped) in (0, 4))
+
+
+def test_unread_draws_are_those_of_transformers():
+    """The same tokens from the same state of the stream, and the stream ends in the same place."""
+    for seed in range(50):
+        probs = torch.softmax(torch.randn((3, 40), generator=torch.Generator().manual_seed(seed)) * 2, -1)
+        torch.manual_seed(seed)
+        expected, state = verify.sample(probs), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(verify.sample_unread(probs), expected) and torch.equal(torch.get_rng_state(), state)
+    broken = torch.tensor([[0.0, 0.0], [0.5, float("nan")], [0.0, 1.0]])
+    assert verify.sample_unread(broken).tolist() == [-1, -1, 1]
