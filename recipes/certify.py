@@ -110,7 +110,7 @@ class Checks:
             seed = self.seed + number * self.recipe.seeds + k
             plain = self.plain(ids, seed, self.sampled)
             ours = self.ours("walk", ids, seed, self.sampled)
-            self.plugin.detach()
+            self.plugin.detach(release=False)
             self.note(
                 "walk", f"{identifier}, seed {seed}", compare_race(self.model, ids, self.sampled, seed, plain, ours)
             )
@@ -118,7 +118,7 @@ class Checks:
 
     def law(self, ids: torch.Tensor, number: int) -> None:
         """The first tokens, of which the very first comes from the prompt's pass and meets no draft."""
-        self.plugin.detach()
+        self.plugin.detach(release=False)
         short = self.sampled | {"max_new_tokens": self.recipe.tokens}
         ends = self.model.generation_config.eos_token_id
         law = Law(
@@ -137,7 +137,7 @@ class Checks:
         )
 
     def plain(self, ids: torch.Tensor, seed: int, arguments: dict[str, Any]) -> list[int]:
-        self.plugin.detach()
+        self.plugin.detach(release=False)
         return self.answer(ids, seed, arguments)
 
     def ours(self, check: str, ids: torch.Tensor, seed: int, arguments: dict[str, Any]) -> list[int]:

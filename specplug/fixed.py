@@ -28,7 +28,7 @@ from specplug.ragged import FULL, SLIDING, RaggedCache
 
 log = logging.getLogger(__name__)
 
-# Widths that passes are padded to, each a graph of its own; a wider pass is run at its own width, without a graph.
+# Widths that passes are padded to; a wider pass has its own width.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33)
 MIN_ROOM = 256  # positions of a row at least; doubled when they are used up
 # Sets of buffers that a model keeps for its next calls: so many, and with several no more than such a share of its weights.
@@ -348,17 +348,35 @@ def _state(model: PreTrainedModel) -> list[Any]:
     return [*state, model.config.get_text_config()._attn_implementation]
 
 
-_COMPILED: "weakref.WeakKeyDictionary[PreTrainedModel, Any]" = weakref.WeakKeyDictionary()
+_COMPILED: "weakref.WeakKeyDictionary[PreTrainedModel, Compiled]" = weakref.WeakKeyDictionary()
 
 
-def _compiled(model: Any) -> Any:
-    if model not in _COMPILED:
+class Compiled:
+    """The passes of a model by torch.compile; where that fails, which is said once, as they are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
         weak = weakref.ref(model)
 
         def forward(**inputs: Any) -> Any:  # the model is not kept by what is kept with it
             return weak()(**inputs)  # type: ignore[misc]
 
-        _COMPILED[model] = torch.compile(forward, dynamic=False)
+        self.model, self.failed = weak, False
+        self.run = torch.compile(forward, dynamic=False)
+
+    def __call__(self, **inputs: Any) -> Any:
+        model: Any = self.model()
+        if not self.failed:
+            try:
+                return self.run(**inputs)
+            except Exception as error:  # of the compiler; the model's own come again below
+                self.failed = True
+                _say_once(model, f"is run without torch.compile: {first_line(error)}")
+        return model(**inputs)
+
+
+def _compiled(model: PreTrainedModel) -> Compiled:
+    if model not in _COMPILED:
+        _COMPILED[model] = Compiled(model)
     return _COMPILED[model]
 
 

@@ -274,7 +274,7 @@ class Sides:
 
     def take_turns(self, prompts: list[Tensor], seed: int) -> dict[str, list[Timed] | None]:
         """Each side once, on (1, T) prompts that are decoded together."""
-        self.plugin.detach()
+        self.plugin.detach(release=False)
         plain = self.timed(prompts, seed)
         assisted = self.measure_assisted(prompts, seed)
         self.plugin.attach(self.model)
@@ -369,14 +369,14 @@ class Sides:
 
     def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
         """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""
-        self.plugin.detach()
+        self.plugin.detach(release=False)
         trace = self.plugin.trace = Trace()
         self.plugin.attach(self.model)
         try:
             output = timed_generate(self.model, ids, seed, **self.arguments)
         finally:
             self.plugin.trace = None
-            self.plugin.detach()
+            self.plugin.detach(release=False)
         trace.finish(output.ids)
         assert self.plugin.last is not None
         record = {"id": row.id, "category": row.category, "prompt": row.prompt, "engine": self.plugin.last.engine}

@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from specplug import carrier, hook, packed
+from specplug import carrier, fixed, hook, packed
 from specplug import kernel as kernels
 from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
@@ -125,12 +125,19 @@ class SpeculativeProcessor(LogitsProcessor):
         self._target = weakref.ref(model)
         return self
 
-    def detach(self) -> None:
-        """Leave the model as it was; a call that is under way is finished first. Does nothing if not attached."""
+    def detach(self, release: bool = True) -> None:
+        """Leave the model as it was; a call that is under way is finished first. Does nothing if not attached.
+
+        `release`: free the caches and graphs that were kept for the next calls of target and draft, see fixed.py.
+        """
         model = self._target() if self._target is not None else None
         self._target = None
-        if model is not None:
-            hook.detach(model, self)
+        if model is None:
+            return
+        hook.detach(model, self)
+        if release:
+            for each in (model, *([] if self._drafter is None else models_of(self._drafter))):
+                fixed.release(each)
 
     def __enter__(self) -> "SpeculativeProcessor":
         return self

@@ -47,7 +47,7 @@ class Way(NamedTuple):
             decode = functools.partial(timed_batch, sides.model, prompts, sides.pad, 0, **arguments)
             return count(decode, self.schedule, sides.model.device.type)
         finally:
-            plugin.detach()
+            plugin.detach(release=False)
             plugin.record_after, plugin.synchronize = None, True
 
 
@@ -82,7 +82,7 @@ def call(
     try:
         made = sides.timed(prompts, seed, **more)
     finally:
-        plugin.detach()
+        plugin.detach(release=False)
     synchronize(model)
     return {
         "new_tokens": sum(len(each.ids) for each in made),

@@ -306,11 +306,14 @@ def test_a_graph_that_froze_its_random_numbers_is_found(monkeypatch):
 
 def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_with_the_model():
     model = frozen()
-    with specplug.attach(model, "lookup", gamma=2, engine="rounds"):
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds") as plugin:
         for rows in (1, 2, 3, 4, 5, 6, 7):
             model.generate(**padded([5 + n for n in range(rows)]), do_sample=False, max_new_tokens=4)
-    idle = fixed._IDLE[model]
-    assert 1 <= len(idle) <= fixed.KEPT
+        assert 1 <= len(fixed._IDLE[model]) <= fixed.KEPT
+        plugin.detach(release=False)
+        assert fixed._IDLE[model]
+        plugin.attach(model)
+    assert model not in fixed._IDLE  # detached, it keeps no memory
     passes = [fixed.FixedPasses(model, "off") for _ in range(2)]
     for each in passes:
         cache = DynamicCache(config=model.config)
@@ -323,7 +326,7 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
     again.fill(cache, [0])
     assert again.cache is not passes[1].cache
     gone = weakref.ref(model)
-    del model, passes, again, each, idle
+    del model, passes, again, each, plugin
     gc.collect()
     assert gone() is None
 
@@ -380,7 +383,7 @@ def test_a_text_that_grows_beyond_its_buffers_moves_to_larger_ones(monkeypatch):
     expected = model.generate(**given)
     with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), gamma=3, engine="rounds"):
         assert torch.equal(model.generate(**given), expected)
-    assert fixed._IDLE[model][-1].cache.room == 128
+        assert fixed._IDLE[model][-1].cache.room == 128
 
 
 def test_a_text_at_the_end_of_the_positions_that_the_model_has(monkeypatch):
@@ -565,3 +568,29 @@ def test_a_batch_of_a_model_that_changes_is_recorded_anew(no_graphs):
         plugin.detach()
     assert torch.equal(found, model.generate(**given, do_sample=False, max_new_tokens=18))
     assert not torch.equal(found, before)
+
+
+def test_many_lists_of_processors_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(fixed, "PROGRAMS", 5)
+    model = frozen()
+    drafter = noisy_copy(model, 0.02).requires_grad_(False)
+    with specplug.attach(model, drafter, gamma=2, engine="rounds"):
+        for number in range(12):
+            model.generate(prompt(9), do_sample=True, temperature=0.5 + 0.1 * number, max_new_tokens=8)
+        kept = fixed._IDLE[drafter]
+        assert len(kept) == 1 and 2 <= len(kept[0].programs) <= 5
+
+
+def test_where_compiling_fails_passes_are_run_as_they_are(monkeypatch, caplog):
+    def fails(function, **given):
+        def run(**inputs):
+            raise RuntimeError("Failed to find C compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fails)
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=12)
+    expected = model.generate(**given)
+    with specplug.attach(model, "lookup", gamma=1, engine="rounds", graph="compile"):
+        assert torch.equal(model.generate(**given), expected)
+    assert sum("without torch.compile" in each.getMessage() for each in caplog.records) == 1
