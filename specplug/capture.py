@@ -282,16 +282,16 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
     buffers = [each for module in modules for each in module._buffers.values()]
     state: list[Any] = [*map(id, weights), *map(id, buffers)]
     for module in modules:
-        state += type(module), type(module).forward, *_plain(module)
+        state += type(module), type(module).forward, *plain_values(module)
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
-        state += _plain(config)
+        state += plain_values(config)
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
         known = _KNOWN[model] = (state, defaultdict(Recording))
     return known[1], list(dict.fromkeys(each for each in weights if each is not None))
 
 
-def _plain(holder: Any) -> list[Any]:
+def plain_values(holder: Any) -> list[Any]:
     """Values that a recording has as constants, as the epsilon of a norm is."""
     values = vars(holder)
     kind = getattr(values.get("config"), "_attn_implementation", None)  # which packed.py may have changed

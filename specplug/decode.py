@@ -202,9 +202,8 @@ def decode(
         tree=schedule.tree is not None,
     )
     session: Any = drafter.start(request)
-    if (
-        fixed is not None and stateless and noise is None and not synchronize
-    ):  # else waiting would be counted as drafting
+    # Not where the device is waited for, since that would be counted as drafting.
+    if fixed is not None and stateless and noise is None and not synchronize:
         verify = functools.partial(verify, begin=getattr(session, "begin", None))
     in_tree = functools.partial(
         verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
@@ -293,7 +292,8 @@ def decode(
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
         if fixed is not None:
-            fixed.cache.give_back(cache, text.ids.shape[1] - 1 - hidden, hidden)
+            # The prompt is in it also where a streamer raised at the first token.
+            fixed.cache.give_back(cache, max(text.ids.shape[1] - 1, input_ids.shape[1]) - hidden, hidden)
         capture.close()
         caches.finish(cache)
         stats.seconds_rounds += now() - started
@@ -325,7 +325,10 @@ def _usual(model_kwargs: dict[str, Any], hidden: int, text: Text) -> bool:
     usual = (torch.arange(text.ids.shape[1] + 1, device=text.ids.device) - hidden)[None]
     return (
         (mask is None or (mask.shape == usual.shape and bool((mask.bool() == (usual >= 0)).all())))
-        and (positions is None or bool((positions[:, hidden:] == usual[:, hidden:]).all()))
+        and (
+            positions is None
+            or (positions.shape == usual.shape and bool((positions[:, hidden:] == usual[:, hidden:]).all()))
+        )
         and (mask is not None or hidden == 0)
         and model_kwargs.get("token_type_ids") is None
     )

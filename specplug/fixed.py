@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from specplug.cache import CROPPABLE, NAME, new_draft_cache
+from specplug.capture import plain_values
 from specplug.config import first_line
 from specplug.ragged import FULL, SLIDING, RaggedCache
 
@@ -183,9 +184,8 @@ class FixedPasses:
         to be compiled."""
         programs = self._buffers.programs
         key = (key, self._compiled, torch.is_inference_mode_enabled())
-        programs[key] = programs.pop(key, None) or Program(
-            make(self._buffers, self._compiled)
-        )  # the last used at the end
+        # The last one used stands at the end.
+        programs[key] = programs.pop(key, None) or Program(make(self._buffers, self._compiled))
         while len(programs) > PROGRAMS:
             del programs[next(iter(programs))]
         return programs[key]
@@ -254,6 +254,8 @@ def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1) -> str | None
     and for several rows wherever passes are recorded."""
     if not has_graphs(model, graph) and (graph == "off" or num_rows == 1):
         return f"graph={graph} on {model.device.type}"
+    if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
+        return "the call runs under autocast, or with gradients"
     text = model.config.get_text_config()
     if text._attn_implementation not in ("sdpa", "eager"):
         return f"attn_implementation={text._attn_implementation} takes no mask of our own"
@@ -340,12 +342,14 @@ def release(model: PreTrainedModel) -> None:
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """What graphs take for granted: where the weights lie, and what the modules are."""
+    """What graphs take for granted: where the weights lie, what the modules are, and the numbers that they and the config hold."""
     tensors = [*model.parameters(), *model.buffers()]
     state: list[Any] = [(each.data_ptr(), each.dtype) for each in tensors]
     for module in model.modules():
-        state += type(module), len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module)
-    return [*state, model.config.get_text_config()._attn_implementation]
+        state += type(module), type(module).forward, *plain_values(module)
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        state += plain_values(config)
+    return state
 
 
 _COMPILED: "weakref.WeakKeyDictionary[PreTrainedModel, Compiled]" = weakref.WeakKeyDictionary()

@@ -38,7 +38,7 @@ class RaggedLayer(CacheLayerMixin):
         self.device, self.is_initialized = keys.device, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("a ragged layer is made with its buffers")
+        """Nothing is left to do: a ragged layer is made with its buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """(B, H, W, D) are written at the places of this pass; returns the buffers, as far as it may look."""

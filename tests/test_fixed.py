@@ -91,6 +91,8 @@ def graphs(monkeypatch):
     monkeypatch.setitem(fixed.GRAPHS, "cpu", Replayed)
     monkeypatch.setattr(fixed, "USES_BEFORE", 1)
     Replayed.made = Replayed.replays = 0
+    with torch.no_grad():  # as in `generate`
+        yield
 
 
 def frozen(kind="llama", **extra):
@@ -341,6 +343,55 @@ def test_a_model_whose_weights_were_replaced_is_captured_anew():
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
         found = model.generate(**given)
     assert Replayed.made > made and torch.equal(found, model.generate(**given))
+
+
+def change_number(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 3.0
+
+
+def change_config(model):
+    model.config.num_hidden_layers = 1
+
+
+@pytest.mark.parametrize("change", [change_number, change_config])
+def test_a_model_of_which_a_number_was_changed_is_captured_anew(change):
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=20)
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds"):
+        before = model.generate(**given)
+        made = Replayed.made
+        change(model)
+        found = model.generate(**given)
+    expected = model.generate(**given)
+    assert Replayed.made > made and torch.equal(found, expected) and not torch.equal(found, before)
+
+
+def test_packed_attention_and_transformers_own_have_graphs_of_their_own():
+    model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=20)
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds") as plugin:
+        model.generate(**given)
+        made = Replayed.made
+        plugin.kernel = "torch"
+        model.generate(**given)
+        assert Replayed.made > made
+
+
+def test_a_streamer_that_raises_at_once_leaves_the_prompt_in_the_cache():
+    model, cache = frozen(), DynamicCache(config=frozen().config)
+
+    class Raises:
+        def put(self, ids):
+            if ids.numel() == 1:
+                raise RuntimeError
+
+    with specplug.attach(model, "lookup", gamma=2, engine="rounds"), pytest.raises(RuntimeError):
+        model.generate(prompt(9), do_sample=False, max_new_tokens=9, streamer=Raises(), **{NAME: cache})
+    assert cache.get_seq_length() == 9
+
+
+def test_a_call_under_autocast_has_no_graphs():
+    model = frozen()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in fixed.why_not(model, "capture")
 
 
 def test_two_threads_decode_with_one_model():

@@ -78,9 +78,8 @@ class FixedDraft(Forward):
         self.num_right = [0] * num_rows  # leading tokens of each text that are in the cache
         self.num_fed: dict[int, int] = {}  # drafts of the last proposal that are in the cache, until they are judged
         self.loops = self.fixed.has_graphs and _key(request) is not None
-        self.last: tuple[int, Tensor, Tensor] | None = (
-            None  # what was asked for, (1, T) text and (1, G) drafts of this round
-        )
+        # Of this round: how many drafts were asked for, (1, T) text, (1, G) drafts.
+        self.last: tuple[int, Tensor, Tensor] | None = None
         self.begun: Begun | None = None
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
