@@ -34,10 +34,11 @@ from specplug.config import Bench, Config, ConfigError, Drafter
 from specplug.console import Bar, console, table_of
 from specplug.data import load_rows
 from specplug.escape import in_markdown, one_line
-from specplug.measure import Sides, measure_passes
+from specplug.measure import Sides
 from specplug.models import pick_device
 from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
+from specplug.round_costs import measure_rounds
 from specplug.runs import Run, describe_environment, each_sample, write_json
 from specplug.ways import at_point, measured, memory, resized, synthetic, ways_of
 
@@ -91,12 +92,8 @@ def run(config: Config, folder: Path) -> int:
         return 130
     costs = None
     if not interrupted:
-        widths = sorted({1, *(gamma + 1 for gamma in recipe.gammas)})
-        passes, plain_step, draft_step = measure_passes(
-            model, plugin.drafter, prompts[0], widths, max(recipe.gammas), plugin.kernel, plugin.graph
-        )
-        of_drafts = draft_step, plugin.drafter.costs_nothing
-        costs = bench.Costs(passes, plain_step, *of_drafts, *memory(model, prompts[0]))
+        rounds = measure_rounds(model, plugin.drafter, prompts[0], recipe.gammas, plugin.kernel, plugin.graph)
+        costs = bench.Costs(rounds, plugin.drafter.costs_nothing, *memory(model, prompts[0]))
     summary = bench.summarize(samples_of(folder), costs, recipe.synthetic_alpha, recipe.batch_size, first_calls, counts)
     tables = {MEDIANS: bench.table(summary), CALLS: bench.table_of_calls(summary)}
     write(

@@ -20,9 +20,9 @@ from specplug import theory, tracker
 from specplug.config import Calibrate, Config, ConfigError, Drafter
 from specplug.console import Bar, console
 from specplug.data import load_rows
-from specplug.measure import measure_passes
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
+from specplug.round_costs import RoundCosts, measure_rounds
 from specplug.runs import begin, describe_environment, write_json
 from specplug.schedule import FixedSchedule
 from specplug.stats import Stats
@@ -56,11 +56,9 @@ def run(config: Config, folder: Path) -> int:
         raise ConfigError(
             f"draft: {plugin.drafter.name} proposed nothing on these prompts, so there is no alpha to measure"
         )
-    widths = list(range(1, recipe.max_gamma + 2))
-    passes, plain_step, draft_step = measure_passes(
-        pipe.model, plugin.drafter, prompts[0], widths, recipe.gamma, plugin.kernel, plugin.graph, recipe.repeats
-    )
-    result = calibration(plugin.stats, passes, plain_step, draft_step, plugin.drafter.costs_nothing)
+    gammas = range(recipe.max_gamma + 1)
+    costs = measure_rounds(pipe.model, plugin.drafter, prompts[0], gammas, plugin.kernel, plugin.graph, recipe.repeats)
+    result = calibration(plugin.stats, costs, recipe.gamma)
     write_json(folder / "calibration.json", result)
     tracking = tracker.start(config, folder)
     tracking.log(result["num_calls"], {"calibration": result})
@@ -70,27 +68,27 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def calibration(
-    stats: Stats, passes: dict[int, float], step: float, draft_step: float, costs_nothing: bool
-) -> dict[str, Any]:
-    """Everything from counts and seconds; `step` is one of plain decoding, the unit of all costs.
+def calibration(stats: Stats, costs: RoundCosts, measured_gamma: int) -> dict[str, Any]:
+    """Everything from counts and seconds. `measured_gamma`: with which the counts were made.
 
-    A lookup's step is one proposal, whatever its length, and not every round has one.
+    The unit of all costs is a step of plain decoding. A lookup's step is one proposal, whatever its length, and not every round has
+    one.
     """
+    step = costs.plain_step
     alpha = stats.alpha or 0.0
     proposing = 1 - stats.drafted[0] / max(stats.num_rounds, 1)
     by_gamma = []
-    for gamma in range(max(passes)):
+    for gamma in sorted(costs.target):
         tokens = theory.expected_tokens(alpha, gamma)
-        drafting = draft_step * (min(gamma, 1) if costs_nothing else gamma)
-        seconds = proposing * (drafting + passes[gamma + 1]) + (1 - proposing) * (passes[1] + drafting)
+        drafting = costs.drafting(gamma)
+        seconds = proposing * costs.seconds(gamma) + (1 - proposing) * (costs.target[0] + drafting)
         of_paper = proposing * (drafting / step + 1) + (1 - proposing) * (1 + drafting / step)
         mean_tokens = proposing * tokens + (1 - proposing)
         by_gamma.append(
             {
                 "gamma": gamma,
                 "expected_tokens": mean_tokens,
-                "width_cost": passes[gamma + 1] / step,
+                "width_cost": costs.width_cost(gamma),
                 "speedup_of_paper": mean_tokens / of_paper,
                 "speedup": mean_tokens * step / seconds,
             }
@@ -100,10 +98,11 @@ def calibration(
         "alpha": alpha,
         "acceptance_by_position": stats.acceptance_by_position,
         "rounds_with_drafts": proposing,
-        "cost_coefficient": draft_step / step,
+        "cost_coefficient": costs.cost_coefficient(measured_gamma),
         "seconds_plain_step": step,
-        "seconds_target_step": passes[1],
-        "seconds_draft_step": draft_step,
+        "seconds_target_step": costs.target[0],
+        "seconds_first_draft": costs.first_draft,
+        "seconds_later_draft": costs.later_draft,
         "num_calls": stats.num_calls,
         "num_tested": stats.num_tested,
         "best_gamma": best["gamma"],

@@ -14,7 +14,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from specplug.kernel import swapped
 from specplug.metrics.scoring import Scorer
 from specplug.pipelines import length_filter, pipeline_from
 from specplug.report import SoFar, headline, rows, write_reports
+from specplug.round_costs import measure_rounds
 from specplug.runs import Run, append_line, describe_environment, drop_partial_line, each_sample, write_json
 from specplug.schedule import AdaptiveSchedule
 from specplug.tracker import Tracker
@@ -64,11 +64,8 @@ def run(config: Config, folder: Path) -> int:
         sides.take_turns([ids], config.seed)
     shape = plugin.schedule.tree
     gamma = max(plugin.stats.drafted, default=1) if shape is None else shape.size
-    costs = measure.measure_costs(model, drafter, first[0], gamma, plugin.kernel, plugin.graph)
-    write_json(
-        folder / "costs.json",
-        asdict(costs) | {"cost_coefficient": costs.cost_coefficient, "width_cost": costs.width_cost},
-    )
+    costs = measure_rounds(model, drafter, first[0], [gamma], plugin.kernel, plugin.graph)
+    write_json(folder / "costs.json", costs.to_dict(gamma))
 
     bar = Bar("evaluate").start(total, len(results.done))
     tracking = tracker.start(config, folder)

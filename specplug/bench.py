@@ -5,7 +5,7 @@ its rounds.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
 from statistics import median
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specplug import theory
 from specplug.launches import Counts
+from specplug.round_costs import RoundCosts
 from specplug.stats import Stats, ratio
 from specplug.verify import Verified, sample_by_inversion
 
@@ -45,12 +46,10 @@ HEADER_OF_CALLS = (
 
 @dataclass
 class Costs:
-    """Seconds of passes measured alone, and what limits them."""
+    """What passes cost without anything between them, and what limits them."""
 
-    passes: dict[int, float]  # of the target, by width
-    plain_step: float  # of the target, one position, as transformers runs it
-    draft_step: float
-    costs_nothing: bool  # a draft step is a proposal, whatever its length
+    rounds: RoundCosts
+    costs_nothing: bool  # of the drafter; a draft step is a proposal, whatever its length
     bytes_per_pass: int  # weights that a pass reads, and the keys and values of one sequence
     copied_per_second: float  # bytes, those read and those written, of a copy that no cache holds
 
@@ -101,7 +100,7 @@ def summarize(
         "batch_size": batch_size,
         "num_batches": len(samples),
         "ways": ways,
-        "costs": None if costs is None else vars(costs) | {"passes": {str(k): v for k, v in costs.passes.items()}},
+        "costs": None if costs is None else asdict(costs),
     }
 
 
@@ -160,8 +159,8 @@ def add_shares(name: str, way: dict[str, Any], ways: dict[str, Any], costs: Cost
     own = ways.get(OWN, {}).get("tokens_per_second_decode")
     if batch_size > 1 or not gamma or costs.costs_nothing or way["alpha"] is None or not own:
         return
-    seconds = gamma * costs.draft_step + costs.passes[gamma + 1]
-    way["predicted_speedup"] = theory.expected_tokens(way["alpha"], gamma) * costs.passes[1] / seconds
+    step, seconds = costs.rounds.target[0], costs.rounds.seconds(gamma)
+    way["predicted_speedup"] = theory.expected_tokens(way["alpha"], gamma) * step / seconds
     way["share_of_theory"] = quotient(way["tokens_per_second_decode"], own * way["predicted_speedup"])
 
 

@@ -5,31 +5,26 @@ Token ids are counted, never re-tokenised text. Knows nothing about files.
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from specplug import packed
-from specplug.cache import NAME, crop, prepare_for_crop
-from specplug.capture import Capture
 from specplug.config import Config, Walk, first_line
 from specplug.data import Row
-from specplug.drafters import Request
 from specplug.drafters.chain import ChainDrafter
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
-from specplug.kernel import swapped
 from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
+from specplug.round_costs import synchronize
 from specplug.stats import Call
 from specplug.trace import Trace, describe
 
@@ -99,11 +94,6 @@ def until_end(ids: list[int], ends: list[int | None]) -> list[int]:
     return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
 @dataclass
 class Verdict:
     kind: str  # identical, tie or mismatch
@@ -136,103 +126,6 @@ def compare(
     dtype = model.dtype if model.dtype in TIE_ROUNDINGS else torch.float32
     tolerance = TIE_ROUNDINGS[dtype] * torch.finfo(dtype).eps * float(logits.abs().max())
     return Verdict("tie" if gap <= tolerance else "mismatch", position, gap, tolerance)
-
-
-@dataclass
-class Costs:
-    """Median seconds of forward passes, measured in a row on one text."""
-
-    seconds_plain_step: float  # the target, one position, as transformers runs it
-    seconds_target_step: float  # the target, one position, in a round: with the kernel that rounds use, and recorded
-    seconds_target_pass: float  # the target, gamma + 1 positions
-    seconds_draft_step: float  # the draft, one position; for a lookup, one proposal
-
-    @property
-    def cost_coefficient(self) -> float:
-        return self.seconds_draft_step / self.seconds_plain_step
-
-    @property
-    def width_cost(self) -> float:
-        return self.seconds_target_pass / self.seconds_plain_step
-
-
-def measure_costs(
-    model: PreTrainedModel,
-    drafter: Any,
-    ids: Tensor,
-    gamma: int,
-    kernel: str = "auto",
-    graph: str = "capture",
-    repeats: int = 15,
-) -> Costs:
-    """Time the passes that a round of `gamma` drafts consists of. `ids`: (1, T) text to stand on."""
-    passes, plain_step, draft_step = measure_passes(model, drafter, ids, [1, gamma + 1], gamma, kernel, graph, repeats)
-    return Costs(plain_step, passes[1], passes[gamma + 1], draft_step)
-
-
-def measure_passes(
-    model: PreTrainedModel,
-    drafter: Any,
-    ids: Tensor,
-    widths: list[int],
-    gamma: int,
-    kernel: str = "auto",
-    graph: str = "capture",
-    repeats: int = 15,
-) -> tuple[dict[int, float], float, float]:
-    """Median seconds, interleaved: of target passes by their width; of a step of the target as transformers runs it; of a
-    draft step, for a lookup of one proposal."""
-
-    def prepared(
-        which: PreTrainedModel, width: int, kernel: str, graph: str, roomy: bool = True
-    ) -> Callable[[], float]:
-        cache = DynamicCache(config=which.config)
-        # A draft with another tokenizer may have fewer tokens; any will do.
-        text = ids.to(which.device) % which.config.get_text_config().vocab_size
-        with torch.no_grad():
-            which(input_ids=text, use_cache=True, **{NAME: cache})
-        prepare_for_crop(cache, roomy)
-        new = text[:, -1:].expand(1, width).contiguous()
-
-        def ordinary() -> Tensor:
-            logits: Tensor = which(input_ids=new, use_cache=True, return_dict=True, **{NAME: cache}).logits
-            return logits
-
-        def once() -> float:
-            # As each is run in a round.
-            mode = torch.inference_mode() if which is not model else torch.no_grad()
-            with swapped(kernel, which), packed.swapped(kernel, which), mode:
-                passes = Capture(graph, uses_before=0).passes(which)
-                synchronize(which)
-                started = time.perf_counter()
-                passes(new, cache, ordinary)
-                synchronize(which)
-                seconds = time.perf_counter() - started
-            crop(cache, width - 1)  # the text grows, as it does in rounds: by one token at least
-            return seconds
-
-        for _ in range(3):  # to record, to compare, and to see whether that was all
-            once()
-        return once
-
-    def propose() -> float:
-        session = drafter.start(Request(False, LogitsProcessorList(), model.config.get_text_config().vocab_size))
-        session.propose(ids[:, :-1], max(gamma, 1))
-        session.observe(0)
-        started = time.perf_counter()
-        session.propose(ids, max(gamma, 1))
-        return time.perf_counter() - started
-
-    draft_step = prepared(drafter.model, 1, kernel, graph) if isinstance(drafter, ModelDrafter) else propose
-    # As in a round: the draft's steps come in a row, and find its weights in the processor's cache after the first.
-    passes = [*((prepared(model, width, kernel, graph), 1) for width in sorted(set(widths)))]
-    passes += [(prepared(model, 1, "torch", "off", roomy=False), 1), (draft_step, max(gamma, 1))]
-    seconds: list[list[float]] = [[] for _ in passes]
-    for _ in range(repeats):
-        for k, (one, in_a_row) in enumerate(passes):
-            seconds[k].append(sum(one() for _ in range(in_a_row)) / in_a_row)
-    *by_width, plain, draft = (sorted(each)[len(each) // 2] for each in seconds)
-    return dict(zip(sorted(set(widths)), by_width, strict=True)), plain, draft
 
 
 def member_counts(drafter: Any) -> dict[str, dict[str, int]]:

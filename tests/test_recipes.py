@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import keep_everything
 
 import specplug
 from specplug.cli import run_recipe
@@ -116,11 +117,7 @@ def test_traces_are_spread_over_the_categories():
 def test_a_mismatch_ends_with_exit_code_1_and_names_the_prompts(tmp_path, capsys, monkeypatch):
     import specplug.round
 
-    def keep_everything(draft_tokens, scores):
-        kept = torch.full((1,), draft_tokens.shape[1])
-        return specplug.verify.Verified(kept, scores[:, -1].argmax(-1))
-
-    monkeypatch.setattr(specplug.round, "verify_greedy", keep_everything)
+    monkeypatch.setattr(specplug.round, "verify_walk", keep_everything)
     drafting = ("pair=lookup", "schedule=fixed", "schedule.gamma=4", "threads=1")  # also where drafts do not pay
     code, summary = run(capsys, tmp_path, *QUICK, *drafting)
     assert code == 1 and summary["exactness"]["mismatch"] == len(summary["mismatches"]) > 0
@@ -191,18 +188,19 @@ def test_calibrate_measures_what_theory_needs(tmp_path, capsys):
 def test_calibration_is_the_formula():
     from specplug import theory
     from specplug.recipes.calibrate import calibration
+    from specplug.round_costs import RoundCosts
     from specplug.stats import Stats
 
     stats = Stats(num_rounds=10, num_accepted=8, num_tested=10)
     stats.drafted[4] = 10
-    flat = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 2.0, 0.1, costs_nothing=False)
+    flat = calibration(stats, RoundCosts(2.0, dict.fromkeys(range(5), 2.0), 0.1, 0.1), 4)
     for each in flat["by_gamma"]:  # where width costs nothing, both are the paper's
         assert each["speedup"] == pytest.approx(theory.speedup(0.8, each["gamma"], 0.05)) == each["speedup_of_paper"]
-    wide = calibration(stats, {width: 2.0 * width for width in range(1, 6)}, 2.0, 0.1, costs_nothing=False)
+    wide = calibration(stats, RoundCosts(2.0, {gamma: 2.0 * (gamma + 1) for gamma in range(5)}, 0.1, 0.1), 4)
     assert wide["best_gamma"] == 0 and wide["expected_speedup"] == 1  # on such a machine nothing pays
     # A lookup that has something to propose in a quarter of the rounds only.
     stats.drafted[4], stats.drafted[0], stats.num_rounds = 5, 15, 20
-    lookup = calibration(stats, dict.fromkeys(range(1, 6), 2.0), 2.0, 0.0, costs_nothing=True)
+    lookup = calibration(stats, RoundCosts(2.0, dict.fromkeys(range(5), 2.0), 0.0, 0.0), 4)
     assert lookup["rounds_with_drafts"] == 0.25
     assert lookup["by_gamma"][4]["speedup"] == pytest.approx(0.75 + 0.25 * theory.expected_tokens(0.8, 4))
 

@@ -1,0 +1,162 @@
+"""What the passes that rounds consist of cost, measured as rounds have them: draft steps, then the target's pass.
+
+In a row, a pass finds what the one before left in the processor's caches, which is not what it finds behind passes of another
+model. So rounds are acted: drafts that are only fed, no verification, nothing else in between.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+
+from specplug import packed
+from specplug.cache import NAME, crop, prepare_for_crop
+from specplug.capture import Capture, Passes
+from specplug.drafters import Request
+from specplug.drafters.model import ModelDrafter
+from specplug.kernel import swapped
+
+IN_A_TURN = 2  # rounds of one gamma; the last is timed, whose caches are those of such rounds
+MOST_DRAFTS = 3  # fed in a round that is acted; more of them cost what these do
+
+
+@dataclass
+class RoundCosts:
+    """Median seconds."""
+
+    plain_step: float  # the target, one position, as transformers runs it
+    target: dict[int, float]  # by gamma: the target's pass over gamma + 1 positions
+    first_draft: float  # the draft's first step of a round; of a drafter without passes, a proposal
+    later_draft: float  # each later one; of a drafter without passes, nothing
+
+    def drafting(self, gamma: int) -> float:
+        """Seconds that a round spends on its drafts."""
+        return self.first_draft + (gamma - 1) * self.later_draft if gamma else 0.0
+
+    def cost_coefficient(self, gamma: int) -> float:
+        """Of a draft step, in steps of plain decoding; of a drafter without passes, of a proposal."""
+        steps = gamma if self.later_draft else 1
+        return self.drafting(max(gamma, 1)) / max(steps, 1) / self.plain_step
+
+    def width_cost(self, gamma: int) -> float:
+        """Of a pass over gamma + 1 positions, in steps of plain decoding."""
+        return self.target[gamma] / self.plain_step
+
+    def seconds(self, gamma: int) -> float:
+        """Of the passes of a round."""
+        return self.drafting(gamma) + self.target[gamma]
+
+    def to_dict(self, gamma: int) -> dict[str, float]:
+        """Of one gamma, ready for JSON."""
+        return {
+            "seconds_plain_step": self.plain_step,
+            "seconds_target_step": self.target[0],
+            "seconds_target_pass": self.target[gamma],
+            "seconds_draft_step": self.cost_coefficient(gamma) * self.plain_step,
+            "cost_coefficient": self.cost_coefficient(gamma),
+            "width_cost": self.width_cost(gamma),
+        }
+
+
+class Standing:
+    """A model on a text, one token further with each of its passes."""
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, roomy: bool = True) -> None:
+        self.model: Any = model
+        self.cache = DynamicCache(config=model.config)
+        # A draft with another tokenizer may have fewer tokens; any will do.
+        text = ids.to(model.device) % model.config.get_text_config().vocab_size
+        with torch.no_grad():
+            self.model(input_ids=text, use_cache=True, **{NAME: self.cache})
+        prepare_for_crop(self.cache, roomy)
+        self.last = text[:, -1:]
+
+    def seconds(self, passes: Passes, width: int) -> float:
+        """Of a pass over `width` positions."""
+        new = self.last.expand(1, width).contiguous()
+
+        def ordinary() -> Tensor:
+            logits: Tensor = self.model(input_ids=new, use_cache=True, return_dict=True, **{NAME: self.cache}).logits
+            return logits
+
+        synchronize(self.model)
+        started = time.perf_counter()
+        passes(new, self.cache, ordinary)
+        synchronize(self.model)
+        seconds = time.perf_counter() - started
+        crop(self.cache, width - 1)
+        return seconds
+
+
+def measure_rounds(
+    model: PreTrainedModel,
+    drafter: Any,
+    ids: Tensor,
+    gammas: Iterable[int],
+    kernel: str = "auto",
+    graph: str = "capture",
+    repeats: int = 15,
+) -> RoundCosts:
+    """Time rounds of these gammas and plain steps by turns. `ids`: (1, T) text to stand on."""
+    chosen = sorted({0, *gammas})
+    target, plain = Standing(model, ids), Standing(model, ids, roomy=False)
+    draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
+
+    def propose(gamma: int) -> float:
+        session = drafter.start(Request(False, LogitsProcessorList(), model.config.get_text_config().vocab_size))
+        session.propose(ids[:, :-1], gamma)
+        session.observe(0)
+        started = time.perf_counter()
+        session.propose(ids, gamma)
+        return time.perf_counter() - started
+
+    def in_a_turn(gamma: int) -> tuple[list[float], float]:
+        """Of the last round: its draft steps, and the target's pass."""
+        models = [model] if draft is None else [model, draft.model]
+        with swapped(kernel, *models), packed.swapped(kernel, *models):
+            with torch.no_grad():
+                passes = Capture(graph, uses_before=0).passes(model)
+            with torch.inference_mode():  # where drafts are made
+                of_draft = None if draft is None else Capture(graph, uses_before=0).passes(draft.model)
+            for _ in range(IN_A_TURN):
+                drafts: list[float] = []
+                if draft is not None and of_draft is not None:
+                    with torch.inference_mode():
+                        drafts = [draft.seconds(of_draft, 1) for _ in range(min(gamma, MOST_DRAFTS))]
+                elif gamma:
+                    drafts = [propose(gamma)]
+                with torch.no_grad():
+                    pass_ = target.seconds(passes, gamma + 1)
+        return drafts, pass_
+
+    def plain_step() -> float:
+        with torch.no_grad():
+            passes = Capture().passes(model)
+            return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)][-1]
+
+    for gamma in (*chosen, *chosen):  # to record, to compare, and to see whether that was all
+        in_a_turn(gamma)
+    seconds: dict[int, list[float]] = {gamma: [] for gamma in chosen}
+    steps: list[float] = []
+    first: list[float] = []
+    later: list[float] = []
+    for _ in range(repeats):
+        steps.append(plain_step())
+        for gamma in chosen:
+            drafts, pass_ = in_a_turn(gamma)
+            seconds[gamma].append(pass_)
+            first += drafts[:1]
+            later += drafts[1:]
+    by_gamma = {gamma: median(each) for gamma, each in seconds.items()}
+    once = median(first) if first else 0.0
+    return RoundCosts(median(steps), by_gamma, once, median(later) if later else (once if draft is not None else 0.0))
+
+
+def synchronize(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -1,0 +1,44 @@
+"""Costs of passes are taken from rounds that are acted: drafts, then the target, each as wide as rounds have them."""
+
+import pytest
+from conftest import prompt
+
+from specplug.drafters.lookup import LookupDrafter
+from specplug.drafters.model import ModelDrafter
+from specplug.round_costs import MOST_DRAFTS, RoundCosts, measure_rounds
+
+
+def test_costs_are_positive_and_a_lookup_is_nearly_free(llama, llama_draft):
+    for drafter in (ModelDrafter(llama_draft), LookupDrafter()):
+        costs = measure_rounds(llama, drafter, prompt(20), [2, 4], repeats=5)
+        assert sorted(costs.target) == [0, 2, 4] and all(seconds > 0 for seconds in costs.target.values())
+        assert costs.plain_step > 0 and costs.first_draft > 0
+        assert (costs.later_draft > 0) == isinstance(drafter, ModelDrafter)
+    assert costs.cost_coefficient(4) < 0.5 and costs.drafting(4) == costs.first_draft and costs.drafting(0) == 0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 8])
+def test_passes_come_as_in_rounds(llama, llama_draft, gamma, monkeypatch):
+    """By the widths that the models are given: so many drafts, at most MOST_DRAFTS, then all of the round's positions."""
+    seen = []
+    for name, model in (("target", llama), ("draft", llama_draft)):
+        forward = model.forward
+
+        def noted(*args, name=name, forward=forward, **kwargs):
+            seen.append((name, kwargs["input_ids"].shape[1]))
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", noted)
+    measure_rounds(llama, ModelDrafter(llama_draft), prompt(20), [gamma], graph="off", repeats=1)
+    acted = [("draft", 1)] * min(gamma, MOST_DRAFTS) + [("target", gamma + 1)]
+    assert seen[-2 * len(acted) :] == 2 * acted
+    assert [each for each in seen if each == ("target", 20)] and ("target", 1) in seen
+
+
+def test_sums():
+    costs = RoundCosts(10.0, {0: 8.0, 4: 12.0}, 3.0, 2.0)
+    assert costs.drafting(4) == 9 and costs.seconds(4) == 21 and costs.seconds(0) == 8
+    assert costs.cost_coefficient(4) == pytest.approx(0.225) and costs.width_cost(4) == 1.2
+    lookup = RoundCosts(10.0, {0: 8.0, 4: 12.0}, 3.0, 0.0)
+    assert lookup.drafting(4) == 3 and lookup.cost_coefficient(4) == pytest.approx(0.3)
+    assert lookup.to_dict(4)["seconds_draft_step"] == pytest.approx(3.0)
