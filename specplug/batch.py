@@ -77,7 +77,7 @@ class Row:
     @property
     def length(self) -> int:
         """Without the padding of the prompt."""
-        return self.text.ids.shape[1] - self.hidden
+        return len(self.text) - self.hidden
 
     @property
     def visible(self) -> Tensor:
@@ -192,7 +192,7 @@ def decode_batch(
                 held = list(active)
             first = False
 
-            room = stopping.room(min(row.text.ids.shape[1] for row in active))
+            room = stopping.room(min(len(row.text) for row in active))
             gamma = plan.next_gamma() if room is None else min(plan.next_gamma(), room - 1)
             texts, indices = [row.visible for row in everyone], [row.index for row in active]
             proposals = nothing
@@ -283,7 +283,7 @@ def _commit(row: Row, tokens: list[int], stopping: Stopping) -> tuple[int, bool]
     """Add tokens until a criterion stops the row: how many, and whether it did."""
     for count, token in enumerate(tokens, start=1):
         row.text.commit(token)
-        if stopping.should_stop(row.text.ids, token, None):
+        if stopping.should_stop(row.text, token, None):
             return count, True
     return len(tokens), False
 

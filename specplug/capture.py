@@ -9,6 +9,7 @@ on the CPU needs a C++ compiler, takes minutes, and rounds differently; where th
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
 
+import functools
 import inspect
 import logging
 import threading
@@ -275,7 +276,7 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
 
     A model that was changed is recorded anew.
     """
-    modules = list(model.modules())
+    modules = modules_of(model)
     if why_not(model, modules) is not None:
         return None, []
     weights = [each for module in modules for each in module._parameters.values()]
@@ -291,11 +292,25 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
     return known[1], list(dict.fromkeys(each for each in weights if each is not None))
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()`, in the same order, in a third of the time, which each call takes."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting.extend(each for each in reversed(module._modules.values()) if each is not None)
+    return list(found)
+
+
 def plain_values(holder: Any) -> list[Any]:
     """Values that a recording has as constants, as the epsilon of a norm is."""
     values = vars(holder)
-    kind = getattr(values.get("config"), "_attn_implementation", None)  # which packed.py may have changed
-    return [kind, *(value for value in values.values() if type(value) in PLAIN)]
+    found = [value for value in values.values() if type(value) in PLAIN]
+    if "config" in values:
+        found.append(getattr(values["config"], "_attn_implementation", None))  # which packed.py may have changed
+    return found
 
 
 def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
@@ -310,18 +325,25 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
         return "the call runs under a mode that watches operations"
     if model.config._attn_implementation != "sdpa":
         return f"its attention is {model.config._attn_implementation}, and only sdpa is recorded"
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if not _takes_positions(type(model).forward):
         return "its forward takes no position_ids"
     if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:
         return "it prepares its inputs in a way of its own"
     everywhere = nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "there are hooks on all modules"
+    for kind in {type(module) for module in modules}:
+        if not kind.__module__.startswith(STOCK):
+            return f"{kind.__name__} is no module of torch or transformers"
     for module in modules:
-        if not type(module).__module__.startswith(STOCK):
-            return f"{type(module).__name__} is no module of torch or transformers"
-        if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        held = vars(module)
+        if held["training"] or held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
             return f"{type(module).__name__} is in training, has hooks or a forward of its own"
-        if module._compiled_call_impl is not None or "parametrizations" in module._modules:
+        if module._compiled_call_impl is not None or "parametrizations" in held["_modules"]:
             return f"{type(module).__name__} is compiled or parametrized"
     return None
+
+
+@functools.cache
+def _takes_positions(forward: Callable[..., Any]) -> bool:
+    return "position_ids" in inspect.signature(forward).parameters

@@ -161,7 +161,7 @@ def decode(
         """The target's own draw, (1, V) -> (1,)."""
         if keyed is None:
             return sample(probs)
-        return keyed.choose([0], [text.ids.shape[1] - hidden], probs)
+        return keyed.choose([0], [len(text) - hidden], probs)
 
     # The prompt's pass, transformers' own: chunked prefill and a reused cache included.
     started = now()
@@ -181,7 +181,7 @@ def decode(
     fixed: FixedPasses | None = None
     if schedule.tree is None and why_not_fixed(model, capture.graph) is None and _usual(model_kwargs, hidden, text):
         fixed = capture.fixed(model)
-        fixed.fill(cache, [hidden], _room(stopping, text.ids.shape[1] - hidden))
+        fixed.fill(cache, [hidden], _room(stopping, len(text) - hidden))
     plan = schedule.start(1, drafter.costs_nothing)
     stop_drafting = None
     # Only of a drafter that asks before each draft; and elsewhere than on the CPU each question would wait for the device.
@@ -214,7 +214,7 @@ def decode(
     if fixed is None:
         caches.prepare_for_crop(cache, roomy=True)
     safely = Safely(stats, noise)
-    recorded = fixed is None and _starts_at_zero(model_kwargs, text.ids.shape[1])
+    recorded = fixed is None and _starts_at_zero(model_kwargs, len(text))
     passes = (capture if recorded else Capture()).passes(model)
     first, stop, began, captured = True, False, time.perf_counter(), 0.0
     try:
@@ -234,7 +234,7 @@ def decode(
                 num_tokens += 1
                 num_accepted += origin == "accepted"
                 rejected = rejected or origin == "recovered"
-                stop = stopping.should_stop(text.ids, token, all_scores)
+                stop = stopping.should_stop(text, token, all_scores)
                 if streamer is not None:
                     streamer.put(text.ids[:, -1].cpu())
                 if stop:
@@ -258,11 +258,10 @@ def decode(
                 seconds = over - began - (capture.seconds - captured)
                 plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, seconds)
                 began, captured = over, capture.seconds
-                model_kwargs = model._update_model_kwargs_for_generation({}, model_kwargs, num_new_tokens=num_tokens)
             if stop:
                 break
 
-            room = stopping.room(text.ids.shape[1])
+            room = stopping.room(len(text))
             gamma, depth = plan.next_gamma(), None if room is None else room - 1
             shape = limited(schedule.tree, gamma, depth)
             if shape is None and depth is not None:
@@ -283,9 +282,9 @@ def decode(
             forward, before = now(), capture.seconds
             ids = drafted[:, -width:]
             if fixed is not None:
-                logits = fixed(ids, [text.ids.shape[1] - hidden - 1])
+                logits = fixed(ids, [len(text) - hidden - 1])
             else:
-                ordinary = functools.partial(_pass, model, drafted, width, model_kwargs, tree)
+                ordinary = functools.partial(_pass, model, drafted, input_ids.shape[1], width, model_kwargs, tree)
                 given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
                 logits = passes(ids, cache, ordinary, given)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
@@ -293,7 +292,7 @@ def decode(
     finally:
         if fixed is not None:
             # The prompt is in it also where a streamer raised at the first token.
-            fixed.cache.give_back(cache, max(text.ids.shape[1] - 1, input_ids.shape[1]) - hidden, hidden)
+            fixed.cache.give_back(cache, max(len(text) - 1, input_ids.shape[1]) - hidden, hidden)
         capture.close()
         caches.finish(cache)
         stats.seconds_rounds += now() - started
@@ -340,13 +339,19 @@ def _room(stopping: Stopping, length: int) -> int:
     return 2 * length if room is None else min(length + room, 2 * length)
 
 
-def _pass(model: Any, text: Tensor, width: int, model_kwargs: dict[str, Any], tree: Tree | None) -> Tensor:
+def _pass(model: Any, text: Tensor, prompt: int, width: int, model_kwargs: dict[str, Any], tree: Tree | None) -> Tensor:
     """Logits of the last committed token and all drafts: the last `width` of the text, (1, T). As transformers does it.
 
-    `tree`: how the drafts hang together; None is one behind another.
+    `model_kwargs`: as they were behind the prompt's pass. `tree`: how the drafts hang together; None is one behind another.
     """
-    if width > 1:
-        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=width - 1)
+    further = text.shape[1] - prompt - 1  # the first token is counted already
+    if further:
+        types = model_kwargs.get("token_type_ids")
+        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=further)
+        if (
+            types is not None
+        ):  # plain decoding repeats the last one, and transformers here as many of the last as are new
+            model_kwargs["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, further)], dim=1)
     if "logits_to_keep" in model_kwargs:
         model_kwargs = {**model_kwargs, "logits_to_keep": width}
     inputs = model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)

@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.drafters import Proposal
+from specplug.fixed import to_device
 from specplug.verify import RULES, Step, chain, checked, residual, sample, token_acceptance, verify_greedy, verify_walk
 from specplug.verify_tree import Drawn, verify_recursive, verify_traversal
 
@@ -34,17 +35,24 @@ class Text:
     """The prompt and every token committed so far, (1, T). What was handed out before stays as it was."""
 
     def __init__(self, ids: Tensor) -> None:
-        self._buffer, self._length = ids, ids.shape[1]
+        self._buffer, self._written = ids, ids.shape[1]
+        self._committed: list[int] = []  # since the ids were last asked for: all of them are written at once
+
+    def __len__(self) -> int:
+        return self._written + len(self._committed)
 
     @property
     def ids(self) -> Tensor:
-        return self._buffer[:, : self._length]
+        if self._committed:
+            old, new = self._written, len(self)
+            if new > self._buffer.shape[1]:
+                self._buffer = torch.cat([self._buffer[:, :old], self._buffer.new_zeros((1, max(new, 64)))], dim=1)
+            self._buffer[0, old:new] = to_device(self._committed, self._buffer.device)
+            self._written, self._committed = new, []
+        return self._buffer[:, : self._written]
 
     def commit(self, token: int) -> None:
-        if self._length == self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, self._buffer.new_zeros((1, max(self._length, 64)))], dim=1)
-        self._buffer[0, self._length] = token
-        self._length += 1
+        self._committed.append(token)
 
 
 def verify_at_once(
@@ -59,6 +67,11 @@ def verify_at_once(
     """`logits` is (1, G + 1, V) in fp32; every processor must be stateless. `rule`: see verify.RULES. `begin` is given the verdict
     on the device, (1,) accepted drafts and (1,) next token, before the host waits for it."""
     scores = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
+    if not do_sample and begin is None:  # nothing on the device waits for the verdict
+        choices = scores[0].argmax(-1)  # (G + 1,)
+        read = torch.cat([choices, proposal.tokens[0]]).tolist()  # the one host read of the round
+        yield from _walked(read[len(choices) :], read.__getitem__, lambda node: scores[:, node])
+        return
     if do_sample:
         verified = RULES[rule](proposal.tokens, proposal.probs, warp.to_probs(scores))
     else:
@@ -129,9 +142,14 @@ def verify_by_walk(
             scores = warp.process(processors, text.ids, logits[:, node].clone())
         return int(choose(warp.to_probs(scores)))
 
+    yield from _walked(drafts, draw, lambda node: scores)
+
+
+def _walked(drafts: list[int], draw: Callable[[int], int], scores: Callable[[int], Tensor]) -> Iterator[Emitted]:
+    """The walk rule along a chain. `scores`: of a place that was drawn from, (1, V)."""
     for node, token, kept in verify_walk(chain(drafts), draw):
         missed: Literal["recovered", "bonus"] = "bonus" if node == len(drafts) else "recovered"
-        yield Emitted(token, "accepted" if kept else missed, scores, node)
+        yield Emitted(token, "accepted" if kept else missed, scores(node), node)
 
 
 def verify_in_tree(

@@ -1,8 +1,13 @@
 """The caller's stopping criteria, token by token, in order: a round must end where plain decoding would have ended."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+if TYPE_CHECKING:
+    from specplug.round import Text
 
 
 class Stopping:
@@ -27,7 +32,7 @@ class Stopping:
         """How many tokens may still come after `length` of them; None if there is no limit."""
         return None if self.max_length is None else max(self.max_length - length, 0)
 
-    def should_stop(self, ids: Tensor, token: int, scores: tuple[Tensor, ...] | None) -> bool:
-        """`ids` is (1, T) with the new `token` at its end."""
-        stop = bool(self.others(ids, scores).all()) if self.others else False
-        return stop or token in self.eos or (self.max_length is not None and ids.shape[1] >= self.max_length)
+    def should_stop(self, text: "Text", token: int, scores: tuple[Tensor, ...] | None) -> bool:
+        """`text` has the new `token` at its end."""
+        stop = bool(self.others(text.ids, scores).all()) if self.others else False
+        return stop or token in self.eos or (self.max_length is not None and len(text) >= self.max_length)

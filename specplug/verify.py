@@ -118,23 +118,19 @@ def block_acceptance(
     given that no longer block is; entry k of the second is `w`, the residual after k drafts being norm(max(0, w p - q)).
     Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
     """
-    width = draft_tokens.shape[1]
-    target = target_probs[:, :width].gather(-1, draft_tokens[..., None]).squeeze(-1)  # (B, G)
-    draft = draft_probs.gather(-1, draft_tokens[..., None]).squeeze(-1)
-    tiny = torch.finfo(draft.dtype).tiny
-    ratio = torch.where(target > 0, target / draft.clamp(min=tiny), torch.zeros_like(target))
-    weights = [torch.ones_like(target_probs[:, 0, 0])]
-    for each in ratio.unbind(1):
-        weights.append((weights[-1] * each).clamp_(max=1))
-    weight = torch.stack(weights, dim=1)  # (B, G + 1)
-    left = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(-1)  # (B, G)
-    lost = 1 - weight[:, :-1]
-    total = left + lost
-    # Nothing left and nothing lost: p and q are equal there, and the block may end at no cost; it is kept for certain.
-    ends = torch.where(total > tiny, left / total.clamp(min=tiny), torch.ones_like(total))
+    target, chosen = target_probs[:, :-1], draft_tokens[..., None]
+    ratio = target.gather(-1, chosen) / draft_probs.gather(-1, chosen).clamp(min=torch.finfo(draft_probs.dtype).tiny)
+    # The weight is w_k = min(1, w_(k-1) p / q). In logarithms, sums that are held at 0 from above: each sum less the largest so far.
+    # A dozen operations for any G, and in float64 with no more error than those that fp32 makes anyway.
+    sums = torch.nn.functional.pad(ratio.squeeze(-1).double().log().cumsum(-1), (1, 0))  # (B, G + 1)
+    weight = (sums - sums.cummax(-1).values).exp().to(target.dtype)
+    before = weight[:, :-1]
+    left = (before[..., None] * target - draft_probs).clamp_(min=0).sum(-1)  # (B, G)
+    # Nothing left and nothing lost, 0 / 0: p and q are equal there, and the block may end at no cost; it is kept for certain.
+    ends = (left / (left + (1 - before))).nan_to_num_(1.0)
     chance = torch.cat([ends, weight[:, -1:]], dim=1)
     if num_drafts is not None:  # a row's own last draft ends its block
-        last = torch.arange(width + 1, device=num_drafts.device) == num_drafts[:, None]
+        last = torch.arange(chance.shape[1], device=num_drafts.device) == num_drafts[:, None]
         chance = torch.where(last, weight, chance)
     return chance, weight
 
@@ -159,17 +155,14 @@ def verify_block(
     kept = uniform < chance
     if num_drafts is not None:
         kept &= positions <= num_drafts[:, None]
-    kept[:, 0] = True  # the empty block
-    num_accepted = (kept * positions).amax(-1)  # (B,)
+    num_accepted = (kept * positions).amax(-1)  # (B,), 0 for the empty block, which is always kept
     rows = torch.arange(len(chance), device=chance.device)
     target = target_probs[rows, num_accepted]  # (B, V)
     drafted = num_accepted < (draft_tokens.shape[1] if num_drafts is None else num_drafts)
     draft = draft_probs[rows, num_accepted.clamp(max=draft_tokens.shape[1] - 1)]  # (B, V)
-    left = (weight[rows, num_accepted][:, None] * target - draft).clamp(min=0)
-    total = left.sum(-1, keepdim=True)
-    empty = (total < torch.finfo(total.dtype).tiny) | ~drafted[:, None]
-    chosen = torch.where(empty, target, left / torch.where(empty, torch.ones_like(total), total))
-    return Verified(num_accepted, sample_by_inversion(chosen, generator))
+    left = (weight[rows, num_accepted][:, None] * target - draft).clamp_(min=0)
+    usable = (left.sum(-1) >= torch.finfo(left.dtype).tiny) & drafted
+    return Verified(num_accepted, sample_by_inversion(torch.where(usable[:, None], left, target), generator))
 
 
 class Step(NamedTuple):
@@ -243,15 +236,15 @@ def sample_by_inversion(probs: Tensor, generator: torch.Generator | None = None)
 
     `torch.multinomial` draws one for each token of the vocabulary, which costs more than a small draft's arithmetic, and
     waits for the device. Summed and inverted in float64, so that the law is that of `probs` to its last digit. Not for draws that
-    have to be transformers' own. A row with a nan, or with nothing above 0, gets -1, so that nobody has to wait to be told: whoever
-    reads the tokens has to look, see `checked`.
+    have to be transformers' own. Rows need not sum to 1; one with a nan or inf, or
+    with nothing above 0, gets -1, so that nobody has to wait to be told: whoever reads the tokens has to look, see `checked`.
     """
     total = probs.cumsum(-1, dtype=torch.float64)
     point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device, generator=generator)
-    # Strictly below the sum, also by rounding: what is found has a probability above 0.
-    point *= total[:, -1:] * (1 - torch.finfo(torch.float64).eps)
-    tokens = torch.searchsorted(total, point, right=True).squeeze(1).clamp(max=probs.shape[-1] - 1)
-    return torch.where((total[:, -1] > 0) & total[:, -1].isfinite(), tokens, -1)
+    # At most 1 - 2^-53, so the product is below the sum, also by rounding: the first sum above it is that of a token with a probability
+    # above 0. No sum is above nan, inf, or 0 of 0.
+    tokens = torch.searchsorted(total, point.mul_(total[:, -1:]), right=True).squeeze(1)
+    return torch.where(tokens < probs.shape[-1], tokens, -1)
 
 
 def checked(tokens: list[int]) -> list[int]:

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from specplug.verify import Step
+
 torch.set_num_threads(1)
 
 
@@ -61,6 +63,16 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.03, seed: int = 1) -> Pr
 
 def prompt(length: int = 7, seed: int = 0, vocab_size: int = 64) -> torch.Tensor:
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def keep_everything(children, draw):
+    """A broken walk rule: each draft of a chain is kept, whatever was drawn."""
+    node = 0
+    while children[node]:
+        ((token, child),) = children[node].items()
+        yield Step(node, token, True)
+        node = child
+    yield Step(node, draw(node), False)
 
 
 def letters(alphabet: str) -> PreTrainedTokenizerFast:

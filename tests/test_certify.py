@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_model, prompt
+from conftest import keep_everything, make_model, prompt
 
 import specplug
 from specplug.certificate import Law, compare_race, p_value
@@ -37,11 +37,7 @@ def test_the_embedded_pair(tmp_path, capsys):
 def test_a_greedy_rule_that_keeps_everything_is_found(tmp_path, capsys, monkeypatch):
     import specplug.round
 
-    def keep_everything(draft_tokens, scores):
-        kept = torch.full((1,), draft_tokens.shape[1])
-        return specplug.verify.Verified(kept, scores[:, -1].argmax(-1))
-
-    monkeypatch.setattr(specplug.round, "verify_greedy", keep_everything)
+    monkeypatch.setattr(specplug.round, "verify_walk", keep_everything)
     code, result = certify(
         capsys, tmp_path, "pair=lookup", "recipe.draws=1", "recipe.seeds=1", "sampling.max_new_tokens=40"
     )

@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specplug
 from specplug.cache import NAME
+from specplug.verify import Step, verify_walk
 
 NEW = 40
 MODELS = ["llama", "mistral", "gpt2"]  # mistral has a sliding window of 8, which the texts outgrow
@@ -198,15 +199,32 @@ def test_a_wrong_rule_is_caught(llama, llama_draft, monkeypatch):
     """Negative control: one draft too many is kept now and then, and the comparison above fails."""
     import specplug.round
 
-    true_rule = specplug.round.verify_greedy
+    def one_too_many(children, draw):
+        *steps, last = verify_walk(children, draw)
+        yield from steps
+        for token, child in children[last.node].items():  # the draft that the target did not choose
+            yield Step(last.node, token, True)
+            last = Step(child, draw(child), False)
+        yield last
 
-    def one_too_many(draft_tokens, scores):
-        verified = true_rule(draft_tokens, scores)
-        kept = (verified.num_accepted + 1).clamp(max=draft_tokens.shape[1])
-        return verified._replace(num_accepted=kept, next_token=scores.argmax(-1).gather(1, kept[:, None]).squeeze(1))
-
-    monkeypatch.setattr(specplug.round, "verify_greedy", one_too_many)
+    monkeypatch.setattr(specplug.round, "verify_walk", one_too_many)
     assert any(
         not torch.equal(plain.sequences, ours.sequences)
         for plain, ours, _ in (both(llama, llama_draft, prompt(seed=seed)) for seed in range(4))
     )
+
+
+@pytest.mark.parametrize("types", [[0, 0, 1, 1, 0, 1, 0], [0, 1, 0, 1, 1, 0, 1]])
+def test_token_types(types):
+    """Plain decoding gives each new token the type of the last one; as many as are new, in their order, would be others."""
+    model = make_model("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight[:2] *= 20  # which it takes for types: now they matter
+    given = {"token_type_ids": torch.tensor([types]), "max_new_tokens": 24, "do_sample": False}
+    ids = prompt(len(types))
+    plain = model.generate(ids, **given)
+    others = model.generate(ids, **(given | {"token_type_ids": torch.tensor([[*types[:-1], 1 - types[-1]]])}))
+    assert not torch.equal(plain, others)
+    with specplug.attach(model, noisy_copy(model, scale=0.01), gamma=3) as plugin:
+        assert torch.equal(plain, model.generate(ids, **given))
+    assert plugin.stats.num_accepted

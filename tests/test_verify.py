@@ -226,13 +226,21 @@ def test_drafts_are_drawn_from_their_distribution():
 
 def test_the_ends_of_the_distribution(monkeypatch):
     """The least and the largest random number find tokens of a probability above 0; of a nan it is told that nothing could be drawn."""
-    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0], [float("nan")] * 5])
-    for number, expected in ((0.0, [1, 2]), (1 - 2**-53, [3, 2])):
+    nan, inf, least = float("nan"), float("inf"), torch.finfo(torch.float32).tiny
+    good = [
+        [0.0, 0.3, 0.0, 0.7, 0.0],
+        [0.0, 0.0, 1.0, 0.0, 0.0],
+        [0.0, least, 0.0, least, 0.0],
+        [0.0, 1.1, 0.0, 2.9, 0.0],
+    ]
+    bad = [[nan] * 5, [0.0] * 5, [0.5, inf, 0.0, 0.0, 0.0], [0.5, 0.0, nan, 0.5, 0.0], [0.5, 0.5, 0.0, 0.0, nan]]
+    probs = torch.tensor(good + bad)
+    for number, expected in ((0.0, [1, 2, 1, 1]), (1 - 2**-53, [3, 2, 3, 3])):
         monkeypatch.setattr(
-            verify.torch, "rand", lambda *args, n=number, **kwargs: torch.full((3, 1), n, dtype=torch.float64)
+            verify.torch, "rand", lambda *args, n=number, **kwargs: torch.full((len(probs), 1), n, dtype=torch.float64)
         )
         tokens = verify.sample_by_inversion(probs).tolist()
-        assert tokens == [*expected, -1]
+        assert tokens == [*expected, *[-1] * len(bad)]
     with pytest.raises(RuntimeError, match="nan"):
         verify.checked(tokens)
 

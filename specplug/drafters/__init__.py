@@ -69,7 +69,7 @@ class Request:
     def unsure(self, probs: Tensor) -> bool:
         """Whether to stop before a token that would be drawn from `probs`, (B, V): less sure than asked for, in the mean."""
         if self.judge is not None:
-            return not self.judge(float(probs.amax()))
+            return not self.judge(probs.amax().item())
         if not self.min_confidence:
             return False
         if self.criterion == "probability":
