@@ -1,13 +1,14 @@
 """Every way to decode, timed in one process and in turn, and where the time of a round goes.
 
 specplug recipe=bench
+specplug recipe=bench schedule=confidence schedule.threshold=0.6
 specplug recipe=bench pair=shape_qwen1b5_0b5 recipe.synthetic_alpha=0.8 sampling.temperature=1 recipe.limit=2
 specplug -m recipe=bench recipe.batch_size=1,2,4,8
 specplug recipe=bench recipe.growth=context "recipe.points=[64,128,256]"
 
 The sides: `generate` of transformers as it is, its assisted generation, on a GPU its static cache; ours with nothing drafted, with
-each of `recipe.gammas`, and with the adaptive schedule. Each batch of prompts goes through all sides before the next one does,
-`recipe.repeats` times, of which the median counts. Beside the speed: a round's time by target, draft and the rest; the share of what
+each of `recipe.gammas`, with the adaptive schedule, and with the schedule that is chosen, if it is another one. Each batch of prompts
+goes through all sides before the next one does, `recipe.repeats` times, of which the median counts. Beside the speed: a round's time by target, draft and the rest; the share of what
 the memory's speed allows, and of what theory makes of alpha and the costs measured here; first calls and recording beside later calls;
 host reads and launches of a round. Writes samples.jsonl, bench.json, bench.md
 and plots/bench.svg; the last line of stdout is JSON. `resume=DIR` goes on with a run that was cut short.
@@ -39,7 +40,7 @@ from specplug.models import pick_device
 from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.runs import Run, describe_environment, each_sample, write_json
-from specplug.ways import at_point, measured, memory, resized, synthetic, ways_of
+from specplug.ways import at_point, gammas_of, measured, memory, resized, synthetic, ways_of
 
 NOTHING = "interrupted before the first was done; nothing to report"
 MEDIANS = "Medians of repeats, all tokens over all seconds. Decoding leaves out the prompt's pass and the first token."
@@ -91,9 +92,10 @@ def run(config: Config, folder: Path) -> int:
         return 130
     costs = None
     if not interrupted:
-        widths = sorted({1, *(gamma + 1 for gamma in recipe.gammas)})
+        gammas = gammas_of(config)
+        widths = [1, *(gamma + 1 for gamma in gammas)]
         passes, plain_step, draft_step = measure_passes(
-            model, plugin.drafter, prompts[0], widths, max(recipe.gammas), plugin.kernel, plugin.graph
+            model, plugin.drafter, prompts[0], widths, max(gammas), plugin.kernel, plugin.graph
         )
         of_drafts = draft_step, plugin.drafter.costs_nothing
         costs = bench.Costs(passes, plain_step, *of_drafts, *memory(model, prompts[0]))

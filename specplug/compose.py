@@ -357,6 +357,9 @@ def check(config: Config) -> None:
         need(alpha is None or 0 <= alpha <= 1, "recipe.synthetic_alpha", alpha, "must be between 0 and 1, or null")
         sampled = alpha is None or s.temperature > 0
         need(sampled, "recipe.synthetic_alpha", alpha, "is drawn where drafts are sampled; add sampling.temperature=1")
+        trees = isinstance(schedule, Tree) or (isinstance(schedule, Adaptive) and schedule.tree_depth is not None)
+        way_out = "keeps drafts of chains alone; leave the tree out"
+        need(alpha is None or not trees, "recipe.synthetic_alpha", alpha, way_out)
         problems += growth_bench.problems(config)
     if isinstance(recipe, Compare):
         need(len(recipe.runs) >= 2, "recipe.runs", recipe.runs, "name two run folders or more: recipe.runs=[A,B]")

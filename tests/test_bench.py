@@ -1,6 +1,7 @@
 """The benchmark: all ways measured in turn, shapes with random weights, and acceptance that is drawn, in there alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import specplug
 from specplug import bench, verify
 from specplug.cli import run_recipe
 from specplug.config import ConfigError
+from specplug.settings import make_schedule
+from specplug.ways import ways_of
 
 QUICK = ["recipe=bench", "recipe.limit=2", "recipe.repeats=1", "recipe.gammas=[0,2]", "sampling.max_new_tokens=12"]
 SHAPE = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: %d, num_attention_heads: 4, vocab_size: 1024, max_position_embeddings: 512}"
@@ -47,6 +50,33 @@ def test_all_ways_are_measured_in_turn(tmp_path):
     report = (tmp_path / "run" / "bench.md").read_text()
     assert "host reads a round" in report and "| first call |" in report
     assert "gamma 2" in report and "ynthetic" not in report and (tmp_path / "run" / "plots" / "bench.svg").exists()
+
+
+def ours(*overrides):
+    """The ways of ours, by what their schedule is; nothing is loaded."""
+    config = specplug.load(*QUICK, *overrides)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    sides = SimpleNamespace(model=model, assisted=None, plugin=SimpleNamespace(schedule=make_schedule(config)))
+    return {name: way.schedule for name, way in ways_of(config, sides).items() if way.schedule is not None}
+
+
+def test_the_schedule_that_is_chosen_is_a_way():
+    named = ["gamma 0", "gamma 2", bench.ADAPTIVE]
+    assert list(ours()) == list(ours("schedule=fixed", "schedule.gamma=2")) == named
+    assert ours("schedule.max_gamma=3")[bench.ADAPTIVE].max_gamma == 3
+    assert list(ours("schedule=fixed", "schedule.gamma=5")) == ["gamma 0", "gamma 2", "gamma 5", bench.ADAPTIVE]
+    confident = ours("schedule=confidence", "schedule.threshold=0.6", "schedule.gamma=5")
+    assert list(confident) == [*named, "confidence"]
+    assert (confident["confidence"].gamma, confident["confidence"].min_confidence) == (5, 0.6)
+    tree = ours("schedule=tree", "schedule.branching=[2,1]")
+    assert list(tree) == [*named, "tree"] and tree["tree"].tree.size == 4
+
+
+def test_the_schedule_that_is_chosen_is_measured(tmp_path):
+    given = ["recipe.limit=1", "recipe.gammas=[0]", "recipe.compare_assisted=false", "schedule=fixed"]
+    ways = run(tmp_path / "run", *given, "schedule.gamma=3")["ways"]
+    assert list(ways) == [bench.PLAIN, "gamma 0", "gamma 3", bench.ADAPTIVE]
+    assert ways["gamma 3"]["mean_gamma"] > 2 and ways["gamma 3"]["share_of_theory"] > 0
 
 
 def test_a_batch_and_prompts_of_a_length(tmp_path):
@@ -106,6 +136,8 @@ def test_cut_short_it_goes_on(tmp_path, monkeypatch):
     [
         (["recipe.synthetic_alpha=0.8"], "recipe.synthetic_alpha=0.8: is drawn where drafts are sampled"),
         (["recipe.synthetic_alpha=1.5", "sampling.temperature=1"], "must be between 0 and 1"),
+        (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule=tree"], "keeps drafts of chains alone"),
+        (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule.tree_depth=3"], "leave the tree out"),
         (["recipe.gammas=[]"], "recipe.gammas"),
         (["recipe.repeats=0"], "recipe.repeats=0: must be 1 or more"),
         (["recipe=evaluate", SHAPES[0]], "target.shape=(given): random weights write no text"),
