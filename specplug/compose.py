@@ -205,6 +205,12 @@ def dataset_problems(config: Config) -> list[str]:
     return problems
 
 
+def no_fields(key: str, value: object) -> list[str]:
+    if value is None or isinstance(value, dict):
+        return []
+    return [f"{key}={value}: give fields of a transformers configuration, as {{hidden_size: 64, num_hidden_layers: 2}}"]
+
+
 def check(config: Config) -> None:
     """Raise ConfigError that lists every value out of range: the key, what was given, what is allowed, what to do."""
     problems: list[str] = []
@@ -331,6 +337,7 @@ def check(config: Config) -> None:
         fixed = isinstance(schedule, Adaptive) or recipe.gamma == Certify().gamma
         need(fixed, "recipe.gamma", recipe.gamma, "nothing reads it but with schedule=adaptive; take schedule.gamma")
     for role, shape in (("target", config.target.shape), ("draft", d.shape)):
+        problems += no_fields(f"{role}.shape", shape)
         allowed = "random weights write no text; they are for recipe=bench, where speed alone counts"
         need(shape is None or isinstance(recipe, Bench), f"{role}.shape", "(given)", allowed)
         method = getattr(config, role).quantization.method
@@ -372,6 +379,7 @@ def check(config: Config) -> None:
         need(recipe.cost_coefficient >= 0, "recipe.cost_coefficient", recipe.cost_coefficient, "must be 0 or more")
         need(recipe.max_gamma >= 1, "recipe.max_gamma", recipe.max_gamma, "must be 1 or more")
     if isinstance(recipe, Training):
+        problems += no_fields("recipe.architecture", recipe.architecture)
         for name in ("steps", "batch_size", "max_length", "save_steps", "log_steps"):
             need(getattr(recipe, name) >= 1, f"recipe.{name}", getattr(recipe, name), "must be 1 or more")
         for name in ("warmup_steps", "weight_decay", "held_out"):

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import specplug
 from specplug import bench, verify
 from specplug.cli import run_recipe
-from specplug.config import ConfigError
+from specplug.config import ConfigError, Model
+from specplug.models import load_model, random_model
 from specplug.settings import make_schedule
 from specplug.ways import ways_of
 
@@ -152,7 +155,52 @@ def test_what_cannot_be_measured_is_one_line(overrides, message):
         specplug.load(*quick, *overrides)
 
 
-@pytest.mark.parametrize("shape", ["{hidden_size: 32, num_attention_heads: 5}", "{model_type: no-such-model}"])
-def test_a_shape_that_is_none_is_one_line(tmp_path, shape):
-    with pytest.raises(ConfigError, match=r"target\.shape: .*give the fields of a transformers configuration"):
-        run(tmp_path / "run", f"target.shape={shape}")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 5}, ".*give the fields of a transformers configuration"),
+        ({"model_type": "no-such-model"}, ".*give the fields of a transformers configuration"),
+        ({"pad_token_id": 4096}, ".*give the fields of a transformers configuration"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be 1 or more"),
+        ({"vocab_size": -1}, "vocab_size=-1: must be 1 or more"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 with num_key_value_heads=3: must be a multiple of it"),
+        ({"model_type": "qwen2"}, ".*=32, which qwen2 has where it is not given: .*give num_key_value_heads=4"),
+        ({"num_hidden_layer": 2}, "num_hidden_layer=2: nothing of llama reads it; did you mean num_hidden_layers?"),
+    ],
+)
+def test_a_shape_that_cannot_run_is_one_line(fields, message):
+    shape = yaml.safe_load(SHAPE % 1) | fields
+    with pytest.raises(ConfigError, match=rf"target\.shape: {message}") as caught:
+        load_model(Model(name_or_path="none", shape=shape), "target")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shape_of_which_not_all_names_are_the_usual_ones():
+    shape = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "num_hidden_layers": 2,
+        "n_head": 4,
+        "vocab_size": 64,
+        "eos_token_id": 1,
+    }
+    model = load_model(Model(name_or_path="none", shape=shape), "target")
+    assert model.config.n_layer == 2 and not model.training
+
+
+def test_a_pass_to_see_that_a_model_runs_takes_no_random_numbers():
+    torch.manual_seed(0)
+    random_model(
+        "key", {"model_type": "gpt2", **(shape := {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64})}
+    )
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("key", ["recipe=bench target.shape", "recipe=train recipe.architecture"])
+def test_a_shape_is_made_of_fields(key):
+    with pytest.raises(ConfigError, match=r"=llama: give fields of a transformers configuration, as {hidden"):
+        specplug.load(*f"{key}=llama".split())
