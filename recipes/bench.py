@@ -30,7 +30,7 @@ from typing import Any
 from rich.text import Text
 from torch import Tensor
 
-from specplug import bench, growth_bench, plots
+from specplug import bench, growth_bench, plots, svg
 from specplug.config import Bench, Config, ConfigError, Drafter
 from specplug.console import Bar, console, table_of
 from specplug.data import load_rows
@@ -198,8 +198,8 @@ def write(
     folder: Path,
     summary: dict[str, Any],
     title: str,
-    parts: list[tuple[str, list[list[str]], plots.Plot | None]],
-    drawn: plots.Plot | None = None,
+    parts: list[tuple[str, list[list[str]], svg.Plot | None]],
+    drawn: svg.Plot | None = None,
 ) -> None:
     """bench.json, bench.md and plots. `parts`: caption, table, and what is drawn of it; `drawn` stands at the end."""
     summary["peak_bytes_process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -234,8 +234,8 @@ def in_rows(rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
-def with_plot(folder: Path, drawn: plots.Plot) -> list[str]:
+def with_plot(folder: Path, drawn: svg.Plot) -> list[str]:
     """Write it into the folder; lines of Markdown that show it."""
     (folder / "plots").mkdir(exist_ok=True)
-    (folder / "plots" / f"{drawn.name}.svg").write_text(plots.standalone(drawn), encoding="utf-8")
+    (folder / "plots" / f"{drawn.name}.svg").write_text(svg.standalone(drawn), encoding="utf-8")
     return [f"![{drawn.title}](plots/{drawn.name}.svg)", "", drawn.caption]

@@ -18,7 +18,7 @@ LISTED_ERRORS = 20  # in report.md and report.html; summary.json has all
 
 def write_reports(folder: Path) -> dict[str, Any]:
     """Read the files of a run; write summary.json, plots/, report.md and report.html."""
-    from specplug import page, plots  # matplotlib takes a second to come
+    from specplug import page, plots, svg  # matplotlib takes a second to come
 
     run = read_run(folder)
     summary = run.summary
@@ -26,7 +26,7 @@ def write_reports(folder: Path) -> dict[str, Any]:
     drawn = plots.of_run(summary, run.samples, run.traces)
     (folder / "plots").mkdir(exist_ok=True)
     for plot in drawn:
-        (folder / "plots" / f"{plot.name}.svg").write_text(plots.standalone(plot), encoding="utf-8")
+        (folder / "plots" / f"{plot.name}.svg").write_text(svg.standalone(plot), encoding="utf-8")
     images = [f"![{plot.title}](plots/{plot.name}.svg)" for plot in drawn]
     (folder / "report.md").write_text(markdown(summary, run.config, images), encoding="utf-8")
     (folder / "report.html").write_text(page.of_run(summary, run.config, drawn, run.traces), encoding="utf-8")
