@@ -8,7 +8,7 @@ import pytest
 from test_report import COSTS, sample
 
 from specplug import plots, svg
-from specplug.report import summarize
+from specplug.summary import summarize
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
