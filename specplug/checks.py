@@ -110,9 +110,23 @@ def of_schedule(config: Config) -> list[str]:
             found.append(f"{given}: engine=lookahead drafts no trees; take engine=auto or engine=rounds")
         if config.draft.drafter is Drafter.cross_vocab:
             found.append(f"{given}: draft=cross_vocab drafts no trees; take another draft or another schedule")
-        if isinstance(config.recipe, Calibrate):
-            found.append(f"{given}: recipe=calibrate measures chains; leave the tree out")
-    return found
+    return found + unread_schedule(config)
+
+
+def unread_schedule(config: Config) -> list[str]:
+    """What nothing would read of the schedule, where the recipe says how many tokens are drafted."""
+    schedule, recipe = config.schedule, config.recipe
+    adaptive = isinstance(schedule, Adaptive)
+    if isinstance(recipe, Calibrate) or (isinstance(recipe, Certify) and adaptive):
+        why = f"recipe={type(recipe).__name__.lower()}, which drafts recipe.gamma tokens a round; leave it out"
+    elif isinstance(recipe, Bench) and recipe.growth is not None:
+        why = "recipe.growth, where recipe.gammas or recipe.points say how many; leave it out"
+    else:
+        return []
+    if not adaptive:
+        return [f"schedule={type(schedule).__name__.lower()}: nothing reads it with {why}"]
+    changed = {name: value for name, value in vars(schedule).items() if value != getattr(Adaptive, name)}
+    return [f"schedule.{name}={value}: nothing reads it with {why}" for name, value in changed.items()]
 
 
 def drafts_trees(config: Config) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specplug import svg
-from specplug.config import Adaptive, Bench, Config, Drafter, Schedule
+from specplug.config import Bench, Config, Drafter
 from specplug.stats import Stats, ratio
 
 POINTS = {
@@ -85,7 +85,6 @@ def problems(config: Config) -> list[str]:
             "gammas",
             "has to have a number above 0, for the side that drafts",
         )
-    found += schedule_problems(config.schedule)
     shaped = config.draft.shape is not None or config.draft.drafter is not Drafter.model
     if "vocabulary" in axes and (config.target.shape is None or not shaped):
         found.append(
@@ -93,15 +92,6 @@ def problems(config: Config) -> list[str]:
             " draft.shape; take a pair named shape_*"
         )
     return found
-
-
-def schedule_problems(schedule: Schedule) -> list[str]:
-    """What would be ignored: the numbers of drafts are those of the recipe."""
-    ignored = "nothing reads it with recipe.growth, whose drafts a round are the last of recipe.gammas; leave it out"
-    if not isinstance(schedule, Adaptive):
-        return [f"schedule={type(schedule).__name__.lower()}: {ignored}"]
-    changed = {name: value for name, value in vars(schedule).items() if value != getattr(Adaptive, name)}
-    return [f"schedule.{name}={value}: {ignored}" for name, value in changed.items()]
 
 
 def summarize(samples: Sequence[dict[str, Any]], synthetic_alpha: float | None) -> dict[str, Any]:
