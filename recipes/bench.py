@@ -1,13 +1,14 @@
 """Every way to decode, timed in one process and in turn, and where the time of a round goes.
 
 specplug recipe=bench
+specplug recipe=bench schedule=confidence schedule.threshold=0.6
 specplug recipe=bench pair=shape_qwen1b5_0b5 recipe.synthetic_alpha=0.8 sampling.temperature=1 recipe.limit=2
 specplug -m recipe=bench recipe.batch_size=1,2,4,8
 specplug recipe=bench recipe.growth=context "recipe.points=[64,128,256]"
 
 The sides: `generate` of transformers as it is, its assisted generation, on a GPU its static cache; ours with nothing drafted, with
-each of `recipe.gammas`, and with the adaptive schedule. Each batch of prompts goes through all sides before the next one does,
-`recipe.repeats` times, of which the median counts. Beside the speed: a round's time by target, draft and the rest; the share of what
+each of `recipe.gammas`, with the adaptive schedule, and with the schedule that is chosen, if it is another one. Each batch of prompts
+goes through all sides before the next one does, `recipe.repeats` times, of which the median counts. Beside the speed: a round's time by target, draft and the rest; the share of what
 the memory's speed allows, and of what theory makes of alpha and the costs measured here; first calls and recording beside later calls;
 host reads and launches of a round. Writes samples.jsonl, bench.json, bench.md
 and plots/bench.svg; the last line of stdout is JSON. `resume=DIR` goes on with a run that was cut short.
@@ -29,7 +30,7 @@ from typing import Any
 from rich.text import Text
 from torch import Tensor
 
-from specplug import bench, growth_bench, plots
+from specplug import bench, growth_bench, plots, svg
 from specplug.config import Bench, Config, ConfigError, Drafter
 from specplug.console import Bar, console, table_of
 from specplug.data import load_rows
@@ -40,7 +41,7 @@ from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.round_costs import measure_rounds
 from specplug.runs import Run, describe_environment, each_sample, write_json
-from specplug.ways import at_point, measured, memory, resized, synthetic, ways_of
+from specplug.ways import at_point, gammas_of, measured, memory, resized, synthetic, ways_of
 
 NOTHING = "interrupted before the first was done; nothing to report"
 MEDIANS = "Medians of repeats, all tokens over all seconds. Decoding leaves out the prompt's pass and the first token."
@@ -92,7 +93,7 @@ def run(config: Config, folder: Path) -> int:
         return 130
     costs = None
     if not interrupted:
-        rounds = measure_rounds(model, plugin.drafter, prompts[0], recipe.gammas, plugin.kernel, plugin.graph)
+        rounds = measure_rounds(model, plugin.drafter, prompts[0], gammas_of(config), plugin.kernel, plugin.graph)
         costs = bench.Costs(rounds, plugin.drafter.costs_nothing, *memory(model, prompts[0]))
     summary = bench.summarize(samples_of(folder), costs, recipe.synthetic_alpha, recipe.batch_size, first_calls, counts)
     tables = {MEDIANS: bench.table(summary), CALLS: bench.table_of_calls(summary)}
@@ -193,8 +194,8 @@ def write(
     folder: Path,
     summary: dict[str, Any],
     title: str,
-    parts: list[tuple[str, list[list[str]], plots.Plot | None]],
-    drawn: plots.Plot | None = None,
+    parts: list[tuple[str, list[list[str]], svg.Plot | None]],
+    drawn: svg.Plot | None = None,
 ) -> None:
     """bench.json, bench.md and plots. `parts`: caption, table, and what is drawn of it; `drawn` stands at the end."""
     summary["peak_bytes_process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -229,8 +230,8 @@ def in_rows(rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
-def with_plot(folder: Path, drawn: plots.Plot) -> list[str]:
+def with_plot(folder: Path, drawn: svg.Plot) -> list[str]:
     """Write it into the folder; lines of Markdown that show it."""
     (folder / "plots").mkdir(exist_ok=True)
-    (folder / "plots" / f"{drawn.name}.svg").write_text(plots.standalone(drawn), encoding="utf-8")
+    (folder / "plots" / f"{drawn.name}.svg").write_text(svg.standalone(drawn), encoding="utf-8")
     return [f"![{drawn.title}](plots/{drawn.name}.svg)", "", drawn.caption]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from specplug import compare, page, plots
+from specplug import compare, page, plots, svg
 from specplug.config import Compare, Config, ConfigError
 from specplug.console import console, table_of
 from specplug.escape import in_markdown, one_line
@@ -42,7 +42,7 @@ def run(config: Config, folder: Path) -> int:
     drawn = plots.speedup({}, [(label, run.summary) for label, run in runs.items()])
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     if drawn is not None:
-        (folder / "plots" / f"{drawn.name}.svg").write_text(plots.standalone(drawn), encoding="utf-8")
+        (folder / "plots" / f"{drawn.name}.svg").write_text(svg.standalone(drawn), encoding="utf-8")
     write_json(folder / "compare.json", result)
     (folder / "compare.md").write_text(markdown(tables, warning, drawn), encoding="utf-8")
     (folder / "compare.html").write_text(page.of_comparison(tables, warning, drawn), encoding="utf-8")
@@ -57,7 +57,7 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def markdown(tables: dict[str, list[list[str]]], warning: str, drawn: plots.Plot | None) -> str:
+def markdown(tables: dict[str, list[list[str]]], warning: str, drawn: svg.Plot | None) -> str:
     lines = [f"# {len(tables['Runs']) - 1} runs side by side", ""]
     if warning:
         lines += [f"**Warning:** {in_markdown(warning)}.", ""]

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from specplug import plots
+from specplug import plots, svg
 from specplug.config import Config, Sweep
 from specplug.console import console, table_of
 from specplug.escape import in_markdown, one_line
@@ -79,7 +79,7 @@ def write(folder: Path, points: list[dict[str, Any]]) -> None:
     table.insert(1, ["---"] * len(HEADER))
     lines += ["| " + " | ".join(row) + " |" for row in table]
     if drawn is not None:
-        (folder / "sweep.svg").write_text(plots.standalone(drawn), encoding="utf-8")
+        (folder / "sweep.svg").write_text(svg.standalone(drawn), encoding="utf-8")
         lines += ["", f"![{drawn.title}](sweep.svg)", "", drawn.caption]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     console.print(table_of([[one_line(cell, 40) for cell in row] for row in rows]))

@@ -4,10 +4,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from specplug import report
 from specplug.config import ConfigError
-from specplug.report import RunFiles, number
+from specplug.report import number
 from specplug.runs import MAY_DIFFER, flatten
+from specplug.summary import RunFiles, read_run
 
 Runs = dict[str, RunFiles]  # by label
 
@@ -21,7 +21,7 @@ def read_runs(folders: list[str], bootstrap: int) -> Runs:
     runs, problems = {}, []
     for label, folder in zip(labels(folders), folders, strict=True):
         try:
-            run = report.read_run(Path(folder), bootstrap)
+            run = read_run(Path(folder), bootstrap)
             if run.config["recipe"]["name"] != "evaluate":
                 problems.append(
                     f"recipe.runs: {folder} is a run of recipe={run.config['recipe']['name']}; name evaluations"

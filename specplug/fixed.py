@@ -10,12 +10,11 @@ Served: models whose attention takes masks and positions of ours, see `why_not`,
 """
 
 import inspect
-import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,8 @@ from transformers.generation import GenerationMixin
 from specplug.cache import CROPPABLE, NAME, new_draft_cache
 from specplug.capture import plain_values
 from specplug.config import first_line
+from specplug.graphs import GRAPHS, Graph, compiled_passes, say_once
 from specplug.ragged import FULL, SLIDING, RaggedCache
-
-log = logging.getLogger(__name__)
 
 # Widths that passes are padded to; a wider pass has its own width.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33)
@@ -37,37 +35,7 @@ KEPT, KEPT_SHARE = 4, 0.25
 PROGRAMS = 24  # of a set: widths, and numbers of drafts with each list of processors; the one not used for longest goes
 # Of a program, before it is captured: capturing runs it three times and costs as much again, and replays save most of a run.
 USES_BEFORE = 4
-
-
-class Graph(Protocol):
-    """What replays a program: made by a call with the program, the device and a place for what graphs share."""
-
-    def __call__(self) -> None: ...
-
-
-class CudaGraph:
-    """A program as a CUDA graph. Whatever it raises, the program can still be run as it is."""
-
-    def __init__(self, program: Callable[[], None], device: torch.device, shared: dict[str, Any]) -> None:
-        with torch.cuda.device(device):
-            pool = shared.setdefault("pool", torch.cuda.graph_pool_handle())
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # libraries set themselves up in the first runs, which must not be captured
-                for _ in range(2):
-                    program()
-            torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate and wait meanwhile.
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                program()
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
 OURS = ("torch", "transformers", "bitsandbytes", "specplug")  # packages whose modules may be captured
-GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}  # by type of device
 
 
 class Program:
@@ -90,7 +58,7 @@ class Buffers:
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
         """A pass as it is, (B, W) and (B, W) -> (B, W, V): part of a program."""
         model: Any = self.model()
-        return run_pass(_compiled(model) if compiled else model, ids, positions, self.cache)
+        return run_pass(compiled_passes(model) if compiled else model, ids, positions, self.cache)
 
 
 def run_pass(model: Any, ids: Tensor, positions: Tensor, cache: RaggedCache) -> Tensor:
@@ -206,7 +174,7 @@ class FixedPasses:
             program.graph = self._graph(program.function, self.cache.device, self._buffers.shared)
         except Exception as error:  # whatever a model does that cannot be captured
             program.uses = -(1 << 62)  # never again
-            _say_once(self.model, f"is run without graphs: {first_line(error)}")
+            say_once(self.model, f"is run without graphs: {first_line(error)}")
         self._spent(time.perf_counter() - started)
 
     def make_room(self, length: int) -> None:
@@ -305,7 +273,6 @@ def _rounded(length: int) -> int:
 _LOCK = threading.Lock()
 _IDLE: "weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]]" = weakref.WeakKeyDictionary()
 _TRIED: "weakref.WeakKeyDictionary[PreTrainedModel, str | None]" = weakref.WeakKeyDictionary()
-_SAID: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 
 
 def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, state: list[Any]) -> Buffers:
@@ -350,44 +317,6 @@ def _state(model: PreTrainedModel) -> list[Any]:
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         state += plain_values(config)
     return state
-
-
-_COMPILED: "weakref.WeakKeyDictionary[PreTrainedModel, Compiled]" = weakref.WeakKeyDictionary()
-
-
-class Compiled:
-    """The passes of a model by torch.compile; where that fails, which is said once, as they are."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        weak = weakref.ref(model)
-
-        def forward(**inputs: Any) -> Any:  # the model is not kept by what is kept with it
-            return weak()(**inputs)  # type: ignore[misc]
-
-        self.model, self.failed = weak, False
-        self.run = torch.compile(forward, dynamic=False)
-
-    def __call__(self, **inputs: Any) -> Any:
-        model: Any = self.model()
-        if not self.failed:
-            try:
-                return self.run(**inputs)
-            except Exception as error:  # of the compiler; the model's own come again below
-                self.failed = True
-                _say_once(model, f"is run without torch.compile: {first_line(error)}")
-        return model(**inputs)
-
-
-def _compiled(model: PreTrainedModel) -> Compiled:
-    if model not in _COMPILED:
-        _COMPILED[model] = Compiled(model)
-    return _COMPILED[model]
-
-
-def _say_once(model: PreTrainedModel, message: str) -> None:
-    if model not in _SAID:
-        _SAID.add(model)
-        log.warning("specplug: %s %s", type(model).__name__, message)
 
 
 def _tried_out(model: PreTrainedModel) -> str | None:

@@ -7,7 +7,7 @@ A sample is one point: under `sides` what our plain loop ("plain") and one specu
 from collections.abc import Sequence
 from typing import Any
 
-from specplug import plots
+from specplug import svg
 from specplug.config import Bench, Config, Drafter
 from specplug.stats import Stats, ratio
 
@@ -149,7 +149,7 @@ def table(axis: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return made
 
 
-def plot(axis: str, rows: Sequence[dict[str, Any]]) -> plots.Plot | None:
+def plot(axis: str, rows: Sequence[dict[str, Any]]) -> svg.Plot | None:
     """Milliseconds a token over the points, and the part outside the models. None if nothing was decoded."""
     shown = [each for each in rows if each["seconds_per_token"] is not None]
     if not shown:
@@ -160,7 +160,7 @@ def plot(axis: str, rows: Sequence[dict[str, Any]]) -> plots.Plot | None:
         lines.setdefault("plain loop" if each["side"] == "plain" else f"{each['gamma']} drafts", []).append(each)
 
     def paint(axes: Any) -> None:
-        for label, colour, marker in zip(lines, (plots.PLAIN, plots.OURS)[-len(lines) :], "os", strict=False):
+        for label, colour, marker in zip(lines, (svg.PLAIN, svg.OURS)[-len(lines) :], "os", strict=False):
             at = [each["point"] for each in lines[label]]
             whole, outside = (
                 [1e3 * each[name] for each in lines[label]]
@@ -178,7 +178,7 @@ def plot(axis: str, rows: Sequence[dict[str, Any]]) -> plots.Plot | None:
         axes.figure.legend(loc="outside upper left", ncols=2)
 
     caption = "Rounds alone, without the prompt's pass, over all tokens of all sequences. Dotted: time outside the models' passes."
-    return plots.draw(f"growth_{axis}", f"Cost over {AXES[axis]}", caption, 2.9 + 0.2 * len(lines), paint)
+    return svg.draw(f"growth_{axis}", f"Cost over {AXES[axis]}", caption, 2.9 + 0.2 * len(lines), paint)
 
 
 def short(point: int) -> str:

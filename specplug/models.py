@@ -3,19 +3,21 @@
 Knows nothing about drafting beyond whether two vocabularies fit.
 """
 
+import dataclasses
+import difflib
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,6 +31,11 @@ ASSET_PREFIX = "asset:"
 # Embeddings padded for the hardware: sizes are multiples of this, and differ by a few such steps at most.
 PADDING_MULTIPLE = 64
 PADDING_LIMIT = 0.02
+# Of a transformers configuration: none of these may be below 1.
+COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 def load_target(config: Model) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -88,15 +95,54 @@ def refused_attention(config: Model | Draft, role: str, error: BaseException) ->
 
 
 def random_model(key: str, fields: dict[str, Any], **kwargs: Any) -> PreTrainedModel:
-    """Random weights, from the fields of a transformers configuration that `key` gave. Raises ConfigError."""
-    fields = dict(fields)
+    """Random weights, from the fields of a transformers configuration that `key` gave, and one pass to see that they run.
+
+    Raises ConfigError.
+    """
+    kind = fields.get("model_type", "llama")
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    check_numbers(key, given)  # before transformers divides by them
     try:
-        shape = AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, **kwargs)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        shape = AutoConfig.for_model(kind, **given)
+        check_shape(key, shape, kind, given)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, **kwargs).eval()
+        with torch.no_grad():
+            model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device))
+    except (ConfigError, ImportError):
+        raise
+    except Exception as error:  # whatever a model makes of numbers that do not go together
         reason = first_line(error.__cause__ or error)
         raise ConfigError(f"{key}: {reason}; give the fields of a transformers configuration") from error
-    return model
+    return model.train()
+
+
+def check_numbers(key: str, values: dict[str, Any]) -> None:
+    """Of sizes and layers there has to be one at least, in what is given or in what it comes to."""
+    for name in COUNTS:
+        value = values.get(name)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{key}: {name}={value}: must be 1 or more")
+
+
+def check_shape(key: str, shape: PreTrainedConfig, kind: str, given: dict[str, Any]) -> None:
+    """Raise ConfigError where a model would not run, or would not read what it is given."""
+    declared = [each.name for each in dataclasses.fields(shape)]
+    for name, value in given.items():
+        # What is not declared stays in the configuration all the same; ids of special tokens do no harm.
+        if name in vars(shape) and name not in declared and not name.endswith("_token_id"):
+            near = difflib.get_close_matches(name, declared, n=1)
+            raise ConfigError(
+                f"{key}: {name}={value}: nothing of {kind} reads it; {f'did you mean {near[0]}?' if near else 'leave it out'}"
+            )
+    text = shape.get_text_config()
+    check_numbers(key, {name: getattr(text, name, None) for name in COUNTS})
+    heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        told = "" if "num_key_value_heads" in given else f", which {kind} has where it is not given"
+        raise ConfigError(
+            f"{key}: num_attention_heads={heads} with num_key_value_heads={shared}{told}: must be a multiple of it;"
+            f" give num_key_value_heads={heads}, or a number that divides it"
+        )
 
 
 def load_tokenizer(config: Model | Draft, role: str) -> PreTrainedTokenizerBase:

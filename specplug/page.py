@@ -11,15 +11,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specplug import plots, report
+from specplug import report, svg
 from specplug.escape import in_html, in_script
 
 ASSETS = Path(__file__).parent / "assets" / "report"
 
 
-def of_run(
-    summary: dict[str, Any], config: dict[str, Any], drawn: list[plots.Plot], traces: list[dict[str, Any]]
-) -> str:
+def of_run(summary: dict[str, Any], config: dict[str, Any], drawn: list[svg.Plot], traces: list[dict[str, Any]]) -> str:
     """The page of one evaluation."""
     told = [line for line in report.headline(summary)[1:] if not line.startswith("output: ")]  # the tiles say that
     notes = "".join(f"<p>{in_html(line[0].upper() + line[1:])}.</p>" for line in told)
@@ -56,7 +54,7 @@ def of_run(
     return fill(title, lead, "\n".join(sections), traces)
 
 
-def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: plots.Plot | None) -> str:
+def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: svg.Plot | None) -> str:
     """The page of several runs. `tables` by title, each with its header first."""
     sections = (
         [f'<section role="note" class="bad"><p>{in_html(warning[0].upper() + warning[1:])}.</p></section>']
@@ -115,9 +113,9 @@ def table(rows: list[list[str]], label: str, last_is_total: bool = True) -> str:
     )
 
 
-def gallery(drawn: list[plots.Plot]) -> str:
+def gallery(drawn: list[svg.Plot]) -> str:
     figures = "".join(
-        f'<figure id="plot-{plot.name}"><h3>{in_html(plot.title)}</h3>{plots.inline(plot)}'
+        f'<figure id="plot-{plot.name}"><h3>{in_html(plot.title)}</h3>{svg.inline(plot)}'
         f"<figcaption>{in_html(plot.caption)}</figcaption></figure>"
         for plot in drawn
     )
@@ -149,5 +147,5 @@ def fill(title: str, lead: str, body: str, traces: list[dict[str, Any]]) -> str:
 
 def colours() -> str:
     """The plots' colours as properties of the page, light and dark. Paper is light."""
-    light, dark = ("".join(f"--{role}:{pair[k]};" for role, pair in plots.COLOURS.items()) for k in (0, 1))
+    light, dark = ("".join(f"--{role}:{pair[k]};" for role, pair in svg.COLOURS.items()) for k in (0, 1))
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme: dark){{:root{{{dark}}}}}"

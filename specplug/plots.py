@@ -1,33 +1,26 @@
-"""The plots of a report, as SVG: text stays text, colours follow the page or the reader's light or dark scheme.
-
-Each function takes what it shows and returns a `Plot`, or None where there is nothing to show. matplotlib is imported when
-the first is drawn; pyplot, with its state of the whole process, never.
+"""The plots of a report, a benchmark and a sweep. Each function takes what it shows and returns a `Plot`, or None where there is
+nothing to show. How one is drawn is in svg.py.
 """
 
-import io
-import re
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from specplug.escape import in_html, one_line
+from specplug.escape import one_line
+from specplug.svg import (
+    ASSISTED,
+    CARD,
+    INK,
+    LINE,
+    OTHER,
+    OURS,
+    PLAIN,
+    SOFT,
+    Plot,
+    draw,
+    height_of,
+    name_rows,
+    whole_numbers,
+)
 
-# Colours by role, light and dark: those of docs/lab.html. Told apart in every common kind of colour blindness, and each
-# role has a marker or a line style of its own besides.
-COLOURS = {
-    "ink": ("#1f2630", "#e7e8ea"),
-    "soft": ("#59626f", "#a9b1bd"),
-    "line": ("#dcdad3", "#343a44"),
-    "card": ("#ffffff", "#1c2027"),
-    "plain": ("#3d4d69", "#c3cde0"),
-    "assisted": ("#c17a1a", "#eba84f"),
-    "ours": ("#00796b", "#4cc2b0"),
-    "other": ("#7a4fc4", "#b99cf6"),
-}
-INK, SOFT, LINE, CARD, PLAIN, ASSISTED, OURS, OTHER = (light for light, _ in COLOURS.values())
-FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-WIDTH = 4.0  # inches: two beside each other on a desktop, one on a phone, with text that can be read there
-MARGIN = 9  # points around a plot that stands alone
 MOST_ROWS = 40
 MOST_PROMPTS = 200  # of a long run, evenly spread
 SIDES = {"plain": (PLAIN, "-"), "assisted": (ASSISTED, "--"), "speculative": (OURS, "-.")}
@@ -35,110 +28,10 @@ LABELS = {"plain": "plain", "assisted": "assisted", "speculative": "ours"}
 Row = tuple[str, dict[str, Any]]
 
 
-class Plot(NamedTuple):
-    name: str  # of its file
-    title: str
-    caption: str
-    svg: str  # as matplotlib wrote it, in the light colours
-
-
-def draw(name: str, title: str, caption: str, height: float, paint: Callable[[Any], None]) -> Plot:
-    """One pair of axes, painted by `paint`."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "specplug",
-        "text.parse_math": False,
-        "font.family": "DejaVu Sans",  # what widths are measured with: comes with matplotlib, and is wide
-        "font.size": 9,
-        "text.color": INK,
-        "axes.labelcolor": SOFT,
-        "axes.edgecolor": SOFT,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "axes.titlesize": 9,
-        "grid.color": LINE,
-        "grid.linewidth": 0.8,
-        "xtick.color": SOFT,
-        "ytick.color": SOFT,
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
-    }
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the reader's own fonts write the text
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        paint(figure.add_subplot())
-        written = io.StringIO()
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    return Plot(name, title, caption, written.getvalue())
-
-
-def inline(plot: Plot) -> str:
-    """For a page that defines --ink, --ours, ...: no prologue, ids of its own, a name for who cannot see it."""
-    svg = _body(plot)
-    for role, (light, _) in COLOURS.items():
-        svg = svg.replace(light, f"var(--{role})")
-    return svg
-
-
-def standalone(plot: Plot) -> str:
-    """For a file: on a card of its own, dark for readers who like it dark, light where that is not understood."""
-    rules = "".join(
-        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
-        for light, dark in COLOURS.values()
-        for kind in ("fill", "stroke")
-    )
-    svg = _body(plot)
-    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
-    wider, higher = width + 2 * MARGIN, height + 2 * MARGIN
-    frame = f'viewBox="{-MARGIN} {-MARGIN} {wider} {higher}" width="{wider}pt" height="{higher}pt"'
-    svg = re.sub(r' (?:viewBox|width|height)="[^"]*"', "", svg[: svg.index(">")]) + f" {frame}" + svg[svg.index(">") :]
-    card = f'<rect x="{-MARGIN}" y="{-MARGIN}" width="{wider}" height="{higher}" rx="6" style="fill: {CARD}"/>'
-    style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>{card}"
-    return svg.replace("</desc>", f"</desc>{style}", 1) + "\n"
-
-
-def _body(plot: Plot) -> str:
-    svg = plot.svg[plot.svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{plot.name}-", svg)
-    svg = svg.replace("'DejaVu Sans'", FONT)
-    name = (
-        f'<title id="{plot.name}-title">{in_html(plot.title)}</title>'
-        f'<desc id="{plot.name}-desc">{in_html(plot.caption)}</desc>'
-    )
-    labelled = f'role="img" aria-labelledby="{plot.name}-title" aria-describedby="{plot.name}-desc" '
-    return re.sub(
-        r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1
-    ).rstrip()  # a function, since a replacement's backslashes are read
-
-
 def categories(summary: dict[str, Any]) -> list[Row]:
     """All, then each category if there are several; with a note in the caption if they are cut."""
     parts = list(summary["categories"].items())
     return [("all", summary), *(parts[:MOST_ROWS] if len(parts) > 1 else [])]
-
-
-def _rows(axes: Any, names: list[str], longest: int = 22) -> None:
-    """One row a name, the first at the top."""
-    axes.set_yticks(range(len(names)), [one_line(name, longest) for name in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
-
-
-def _height(rows: int) -> float:
-    return 1.05 + 0.3 * rows
 
 
 def _cut(summary: dict[str, Any]) -> str:
@@ -157,7 +50,7 @@ def speedup(summary: dict[str, Any], rows: list[Row] | None = None) -> Plot | No
             axes.plot([low, high], [k, k], color=OURS, linewidth=2, solid_capstyle="butt")
             axes.plot([part["speedup"]], [k], "o", color=OURS, markersize=7 if k == 0 and rows is None else 5.5)
         axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (2, 2)))
-        _rows(axes, [name for name, _ in shown])
+        name_rows(axes, [name for name, _ in shown])
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))
         axes.set_xlabel("tokens per second, times those of plain generate", loc="right")
 
@@ -166,7 +59,7 @@ def speedup(summary: dict[str, Any], rows: list[Row] | None = None) -> Plot | No
     )
     caption += "" if rows is not None else _cut(summary)
     return draw(
-        "speedup", "Speed-up" + ("" if rows is not None else " by category"), caption, _height(len(shown)), paint
+        "speedup", "Speed-up" + ("" if rows is not None else " by category"), caption, height_of(len(shown)), paint
     )
 
 
@@ -181,13 +74,13 @@ def ways(summary: dict[str, Any]) -> Plot:
             axes.annotate(
                 f" {way['tokens_per_second']:.0f}", (way["tokens_per_second"], k), va="center", fontsize=8, color=SOFT
             )
-        _rows(axes, [name for name, _ in shown], 30)
+        name_rows(axes, [name for name, _ in shown], 30)
         axes.set_xlabel("tokens per second, prompts included", loc="right")
 
     alpha = summary["synthetic_alpha"]
     caption = f"All tokens over all seconds, {summary['batch_size']} prompts at a time."
     caption += "" if alpha is None else f" Synthetic: drafts are kept with probability {alpha:g}."
-    return draw("bench", "Ways to decode", caption, _height(len(shown)), paint)
+    return draw("bench", "Ways to decode", caption, height_of(len(shown)), paint)
 
 
 def predicted(summary: dict[str, Any]) -> Plot | None:
@@ -210,7 +103,7 @@ def predicted(summary: dict[str, Any]) -> Plot | None:
                 values, range(len(shown)), marker, label=label, markeredgecolor=edge, markerfacecolor=face,
                 markersize=6, markeredgewidth=1.5, clip_on=False,
             )  # fmt: skip
-        _rows(axes, [name for name, _ in shown])
+        name_rows(axes, [name for name, _ in shown])
         axes.set_xlim(left=min(0, axes.get_xlim()[0]))
         axes.set_xlabel("speed-up over plain generate", loc="right")
         axes.figure.legend(loc="outside upper left")
@@ -219,7 +112,7 @@ def predicted(summary: dict[str, Any]) -> Plot | None:
         "From the acceptance and the costs that were measured. The distance to the prediction with the wider pass is the prompt's"
         " pass, drafts behind the end of a text, and time outside the models." + _cut(summary)
     )
-    return draw("predicted", "Measured beside predicted", caption, _height(len(shown)) + 0.55, paint)
+    return draw("predicted", "Measured beside predicted", caption, height_of(len(shown)) + 0.55, paint)
 
 
 def acceptance(summary: dict[str, Any]) -> Plot | None:
@@ -230,7 +123,7 @@ def acceptance(summary: dict[str, Any]) -> Plot | None:
     def paint(axes: Any) -> None:
         positions = range(1, len(shares) + 1)
         axes.plot(positions, shares, "o-", color=OURS, linewidth=1.8, markersize=5)
-        _whole_numbers(axes.xaxis)
+        whole_numbers(axes.xaxis)
         axes.set_xlim(0.5, len(shares) + 0.5)
         axes.set_ylim(0, 1.04)
         axes.set_xlabel("position of the draft in its round")
@@ -247,8 +140,8 @@ def tokens(summary: dict[str, Any]) -> Plot | None:
 
     def paint(axes: Any) -> None:
         axes.bar(range(1, len(counts) + 1), counts, width=0.72, color=OURS)
-        _whole_numbers(axes.xaxis)
-        _whole_numbers(axes.yaxis)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis)
         axes.set_xlim(0.4, max(len(counts), 4) + 0.6)
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("tokens from one target pass")
@@ -278,7 +171,7 @@ def time(summary: dict[str, Any]) -> Plot | None:
         for k, (_, part) in enumerate(shown):
             share = part["overhead"]
             axes.text(left[k] + 0.015 * longest, k, f"{100 * share:.0f} % other", va="center", fontsize=8.5, color=SOFT)
-        _rows(axes, [name for name, _ in shown])
+        name_rows(axes, [name for name, _ in shown])
         axes.set_xlim(0, 1.24 * longest)
         axes.set_xlabel("milliseconds a round", loc="right")
         axes.figure.legend(loc="outside upper left", ncols=3, columnspacing=1.2, handlelength=1.2)
@@ -287,7 +180,7 @@ def time(summary: dict[str, Any]) -> Plot | None:
         "Forward passes of the two models and the rest, means over all rounds after the prompt's pass, in the order of the legend."
         + _cut(summary)
     )
-    return draw("time", "Where a round's time goes", caption, _height(len(shown)) + 0.3, paint)
+    return draw("time", "Where a round's time goes", caption, height_of(len(shown)) + 0.3, paint)
 
 
 def latency(samples: list[dict[str, Any]]) -> Plot | None:
@@ -328,8 +221,8 @@ def gamma_by_prompt(samples: list[dict[str, Any]]) -> Plot | None:
             axes.plot([k, k], [min(made), max(made)], color=SOFT, linewidth=1.2, solid_capstyle="butt", zorder=1)
             average = sum(gamma * rounds for gamma, rounds in made.items()) / sum(made.values())
             axes.plot([k], [average], "o", color=OURS, markersize=4.5, label="mean" if k == 1 else None)
-        _whole_numbers(axes.xaxis)
-        _whole_numbers(axes.yaxis)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis)
         axes.grid(visible=False, axis="x")
         axes.set_xlim(0.4, len(drafted) + 0.6)
         axes.set_ylim(bottom=0)
@@ -362,8 +255,8 @@ def gamma_by_round(traces: list[dict[str, Any]]) -> Plot | None:
             axes.plot(x, y, marker, color=colour, markersize=4.5, label=one_line(reason, 42))
         for each in ends[:-1]:
             axes.axvline(each + 0.5, color=SOFT, linewidth=0.8, linestyle=(0, (2, 2)))
-        _whole_numbers(axes.xaxis)
-        _whole_numbers(axes.yaxis)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis)
         axes.set_xlim(0.4, len(made) + 0.6)
         axes.set_ylim(bottom=min(-0.5, -0.04 * max(count for count, _ in made)))
         axes.set_xlabel("round of the traced prompts, one after the other")
@@ -410,12 +303,6 @@ def curves(points: list[dict[str, Any]]) -> Plot | None:
 
     caption = "Lines: measured, prompts left out. Dotted: predicted from alpha and the measured costs. Level line: plain decoding."
     return draw("sweep", "Speed-up over gamma", caption, 2.7 + 0.17 * len(lines), paint)
-
-
-def _whole_numbers(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=9))
 
 
 def of_run(summary: dict[str, Any], samples: list[dict[str, Any]], traces: list[dict[str, Any]]) -> list[Plot]:

@@ -4,7 +4,7 @@ A pass looks no further than the longest row goes, and has the rows and the widt
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,8 @@ from specplug.ragged import Places, RaggedCache
 class RaggedPasses(FixedPasses):
     has_graphs = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        graph: str,
-        uses_before: int | None = None,
-        spent: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        super().__init__(model, graph, uses_before, spent)
+    def __init__(self, model: PreTrainedModel, graph: str, uses_before: int | None = None, *more: Any) -> None:
+        super().__init__(model, graph, uses_before, *more)
         self._num_slots = 0  # that hold anything
         self._rest: RaggedCache | None = None  # what is left of the cache when rows have left
         self._recorded_after = USES_BEFORE if uses_before is None else uses_before

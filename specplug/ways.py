@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specplug import bench, growth_bench, verify
 from specplug.cache import get_cache
-from specplug.config import Bench, Config
+from specplug.config import Adaptive, Bench, Config, Fixed
 from specplug.launches import Counts, count
 from specplug.measure import Sides, synchronize, timed_batch
 from specplug.plugin import models_of
@@ -63,10 +63,20 @@ def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
         ways[bench.ASSISTED] = Way(sides, None, sides.assisted)
     if model.device.type == "cuda" and recipe.batch_size == 1:  # generate compiles where it finds one
         ways[bench.STATIC] = Way(sides, None, {"cache_implementation": "static"})
-    for gamma in sorted({0, *recipe.gammas}):
+    for gamma in sorted({0, *gammas_of(config)}):
         ways[f"gamma {gamma}"] = Way(sides, FixedSchedule(gamma), {})
-    learning = plugin.schedule if isinstance(plugin.schedule, AdaptiveSchedule) else AdaptiveSchedule()
-    return ways | {bench.ADAPTIVE: Way(sides, learning, {})}
+    if isinstance(config.schedule, Adaptive):
+        return ways | {bench.ADAPTIVE: Way(sides, plugin.schedule, {})}
+    ways[bench.ADAPTIVE] = Way(sides, AdaptiveSchedule(), {})
+    if not isinstance(config.schedule, Fixed):  # which is one of the gammas
+        ways[type(config.schedule).__name__.lower()] = Way(sides, plugin.schedule, {})
+    return ways
+
+
+def gammas_of(config: Config) -> list[int]:
+    """Of the ways that draft a fixed number: those of the recipe, and that of the schedule."""
+    assert isinstance(config.recipe, Bench)
+    return sorted({*config.recipe.gammas, *([config.schedule.gamma] if isinstance(config.schedule, Fixed) else [])})
 
 
 def call(

@@ -1,14 +1,20 @@
 """The benchmark: all ways measured in turn, shapes with random weights, and acceptance that is drawn, in there alone."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import specplug
 from specplug import bench, verify
 from specplug.cli import run_recipe
-from specplug.config import ConfigError
+from specplug.config import ConfigError, Model
+from specplug.models import load_model, random_model
+from specplug.settings import make_schedule
+from specplug.ways import ways_of
 
 QUICK = ["recipe=bench", "recipe.limit=2", "recipe.repeats=1", "recipe.gammas=[0,2]", "sampling.max_new_tokens=12"]
 SHAPE = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: %d, num_attention_heads: 4, vocab_size: 1024, max_position_embeddings: 512}"
@@ -47,6 +53,33 @@ def test_all_ways_are_measured_in_turn(tmp_path):
     report = (tmp_path / "run" / "bench.md").read_text()
     assert "host reads a round" in report and "| first call |" in report
     assert "gamma 2" in report and "ynthetic" not in report and (tmp_path / "run" / "plots" / "bench.svg").exists()
+
+
+def ours(*overrides):
+    """The ways of ours, by what their schedule is; nothing is loaded."""
+    config = specplug.load(*QUICK, *overrides)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    sides = SimpleNamespace(model=model, assisted=None, plugin=SimpleNamespace(schedule=make_schedule(config)))
+    return {name: way.schedule for name, way in ways_of(config, sides).items() if way.schedule is not None}
+
+
+def test_the_schedule_that_is_chosen_is_a_way():
+    named = ["gamma 0", "gamma 2", bench.ADAPTIVE]
+    assert list(ours()) == list(ours("schedule=fixed", "schedule.gamma=2")) == named
+    assert ours("schedule.max_gamma=3")[bench.ADAPTIVE].max_gamma == 3
+    assert list(ours("schedule=fixed", "schedule.gamma=5")) == ["gamma 0", "gamma 2", "gamma 5", bench.ADAPTIVE]
+    confident = ours("schedule=confidence", "schedule.threshold=0.6", "schedule.gamma=5")
+    assert list(confident) == [*named, "confidence"]
+    assert (confident["confidence"].gamma, confident["confidence"].min_confidence) == (5, 0.6)
+    tree = ours("schedule=tree", "schedule.branching=[2,1]")
+    assert list(tree) == [*named, "tree"] and tree["tree"].tree.size == 4
+
+
+def test_the_schedule_that_is_chosen_is_measured(tmp_path):
+    given = ["recipe.limit=1", "recipe.gammas=[0]", "recipe.compare_assisted=false", "schedule=fixed"]
+    ways = run(tmp_path / "run", *given, "schedule.gamma=3")["ways"]
+    assert list(ways) == [bench.PLAIN, "gamma 0", "gamma 3", bench.ADAPTIVE]
+    assert ways["gamma 3"]["mean_gamma"] > 2 and ways["gamma 3"]["share_of_theory"] > 0
 
 
 def test_a_batch_and_prompts_of_a_length(tmp_path):
@@ -106,6 +139,8 @@ def test_cut_short_it_goes_on(tmp_path, monkeypatch):
     [
         (["recipe.synthetic_alpha=0.8"], "recipe.synthetic_alpha=0.8: is drawn where drafts are sampled"),
         (["recipe.synthetic_alpha=1.5", "sampling.temperature=1"], "must be between 0 and 1"),
+        (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule=tree"], "keeps drafts of chains alone"),
+        (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule.tree_depth=3"], "leave the tree out"),
         (["recipe.gammas=[]"], "recipe.gammas"),
         (["recipe.repeats=0"], "recipe.repeats=0: must be 1 or more"),
         (["recipe=evaluate", SHAPES[0]], "target.shape=(given): random weights write no text"),
@@ -120,7 +155,52 @@ def test_what_cannot_be_measured_is_one_line(overrides, message):
         specplug.load(*quick, *overrides)
 
 
-@pytest.mark.parametrize("shape", ["{hidden_size: 32, num_attention_heads: 5}", "{model_type: no-such-model}"])
-def test_a_shape_that_is_none_is_one_line(tmp_path, shape):
-    with pytest.raises(ConfigError, match=r"target\.shape: .*give the fields of a transformers configuration"):
-        run(tmp_path / "run", f"target.shape={shape}")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 5}, ".*give the fields of a transformers configuration"),
+        ({"model_type": "no-such-model"}, ".*give the fields of a transformers configuration"),
+        ({"pad_token_id": 4096}, ".*give the fields of a transformers configuration"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be 1 or more"),
+        ({"vocab_size": -1}, "vocab_size=-1: must be 1 or more"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 with num_key_value_heads=3: must be a multiple of it"),
+        ({"model_type": "qwen2"}, ".*=32, which qwen2 has where it is not given: .*give num_key_value_heads=4"),
+        ({"num_hidden_layer": 2}, "num_hidden_layer=2: nothing of llama reads it; did you mean num_hidden_layers?"),
+    ],
+)
+def test_a_shape_that_cannot_run_is_one_line(fields, message):
+    shape = yaml.safe_load(SHAPE % 1) | fields
+    with pytest.raises(ConfigError, match=rf"target\.shape: {message}") as caught:
+        load_model(Model(name_or_path="none", shape=shape), "target")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shape_of_which_not_all_names_are_the_usual_ones():
+    shape = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "num_hidden_layers": 2,
+        "n_head": 4,
+        "vocab_size": 64,
+        "eos_token_id": 1,
+    }
+    model = load_model(Model(name_or_path="none", shape=shape), "target")
+    assert model.config.n_layer == 2 and not model.training
+
+
+def test_a_pass_to_see_that_a_model_runs_takes_no_random_numbers():
+    torch.manual_seed(0)
+    random_model(
+        "key", {"model_type": "gpt2", **(shape := {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64})}
+    )
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("key", ["recipe=bench target.shape", "recipe=train recipe.architecture"])
+def test_a_shape_is_made_of_fields(key):
+    with pytest.raises(ConfigError, match=r"=llama: give fields of a transformers configuration, as {hidden"):
+        specplug.load(*f"{key}=llama".split())

@@ -62,7 +62,7 @@ WRONG_TREES = {
     "schedule.branching=[3,0]": "numbers of 1 or more",
     "schedule.branching=[3] schedule.depth=3": "takes the place of both",
     "engine=lookahead": "engine=lookahead drafts no trees",
-    "recipe=calibrate": "recipe=calibrate measures chains",
+    "recipe=calibrate": "schedule=tree: nothing reads it with recipe=calibrate, which drafts recipe.gamma",
     "draft=cross_vocab draft.name_or_path=x": "draft=cross_vocab drafts no trees",
 }
 
@@ -78,6 +78,21 @@ def test_trees():
     assert specplug.load("schedule=tree", "schedule.branching=[4,2,1]").schedule.branching == [4, 2, 1]
     with pytest.raises(ConfigError, match="drafts no trees"):
         specplug.load("schedule.tree_depth=3", "engine=lookahead")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unread"),
+    [
+        ("recipe=calibrate schedule=fixed", "schedule=fixed"),
+        ("recipe=calibrate schedule.max_gamma=3", "schedule.max_gamma=3"),
+        ("recipe=certify schedule.max_gamma=3", "schedule.max_gamma=3"),
+        ("recipe=certify schedule.tree_depth=3", "schedule.tree_depth=3"),
+    ],
+)
+def test_a_schedule_that_nothing_would_read(overrides, unread):
+    with pytest.raises(ConfigError, match=f"^{unread}: nothing reads it with recipe=.*leave it out$"):
+        specplug.load(*overrides.split())
+    specplug.load("recipe=certify", "schedule=fixed", "schedule.gamma=2")
 
 
 @pytest.mark.parametrize("override", WRONG)

@@ -129,6 +129,8 @@ def test_nothing_can_be_measured(tmp_path, capsys):
         ("recipe.growth=batch recipe.compare_assisted=false", "nothing reads it with recipe.growth"),
         ("recipe.growth=batch recipe.gammas=[0]", "has to have a number above 0"),
         ("recipe.growth=gamma recipe.gammas=[3]", "nothing reads it with recipe.growth=gamma; take recipe.points"),
+        ("recipe.growth=batch schedule=fixed", "schedule=fixed: nothing reads it with recipe.growth"),
+        ("recipe.growth=batch schedule.max_gamma=3", "schedule.max_gamma=3: nothing reads it with recipe.growth"),
         ("recipe.growth=vocabulary", "take a pair named shape_"),
         ("recipe.growth=vocabulary target.shape=" + (SHAPE % 1).replace(" ", ""), "target.shape and draft.shape"),
     ],

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from test_report import COSTS, sample
 
-from specplug import plots
-from specplug.report import summarize
+from specplug import plots, svg
+from specplug.summary import summarize
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -44,7 +44,7 @@ def labels(svg: str) -> list[str]:
     return ["".join(each.itertext()) for each in ElementTree.fromstring(svg).iter(f"{NAMESPACE}text")]
 
 
-@pytest.mark.parametrize("form", [plots.inline, plots.standalone])
+@pytest.mark.parametrize("form", [svg.inline, svg.standalone])
 def test_text_is_text_and_hostile_names_are_labels(drawn, form):
     assert list(drawn) == ["speedup", "predicted", "acceptance", "tokens", "time", "latency", "gamma", "gamma_by_round"]
     for plot in drawn.values():
@@ -58,12 +58,12 @@ def test_text_is_text_and_hostile_names_are_labels(drawn, form):
 
 def test_colours_follow_the_page_or_the_reader(drawn):
     for plot in drawn.values():
-        inline, alone = plots.inline(plot), plots.standalone(plot)
-        assert "var(--soft)" in inline and not any(light in inline for light, _ in plots.COLOURS.values())
+        inline, alone = svg.inline(plot), svg.standalone(plot)
+        assert "var(--soft)" in inline and not any(light in inline for light, _ in svg.COLOURS.values())
         assert "prefers-color-scheme: dark" in alone and "var(" not in alone
-        used = {light for light, _ in plots.COLOURS.values() if f": {light}" in alone.split("</style>")[1]}
+        used = {light for light, _ in svg.COLOURS.values() if f": {light}" in alone.split("</style>")[1]}
         assert len(used) >= 3
-        for light, dark in plots.COLOURS.values():
+        for light, dark in svg.COLOURS.values():
             assert f'[style*="fill: {light}"]{{fill:{dark}!important}}' in alone
         assert "#000000" not in inline, "a colour that is in no role is black on black in the dark"
         assert "DejaVu" not in inline and "dc:date" not in inline and "<?xml" not in inline

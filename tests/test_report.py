@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from specplug.report import summarize, write_reports
+from specplug.report import write_reports
 from specplug.stats import Stats
+from specplug.summary import summarize
 
 COSTS = {"cost_coefficient": 0.1, "width_cost": 1.5}
 
