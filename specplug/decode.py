@@ -236,7 +236,9 @@ def decode(
                 rejected = rejected or origin == "recovered"
                 stop = stopping.should_stop(text, token, all_scores)
                 if streamer is not None:
-                    streamer.put(text.ids[:, -1].cpu())
+                    streamer.put(
+                        torch.tensor([token], dtype=input_ids.dtype)
+                    )  # (1,), on the CPU, as plain decoding does
                 if stop:
                     break
             if trace is not None:

@@ -237,9 +237,10 @@ def test_how_sure_a_draft_is():
         for probs, value in zip((sure, split, flat), expected, strict=True):
             for threshold in (value - 0.01, value + 0.01):
                 request = Request(True, LogitsProcessorList(), 4, threshold, criterion)
-                assert request.unsure(probs[None]) == (threshold > 0 and value < threshold)
+                assert request.unsure(probs[None], probs.amax()[None]) == (threshold > 0 and value < threshold)
         both = Request(True, LogitsProcessorList(), 4, (expected[0] + expected[2]) / 2 + 0.01, criterion)
-        assert both.unsure(torch.stack([sure, flat]))
+        rows = torch.stack([sure, flat])
+        assert both.unsure(rows, rows.amax(-1))
 
 
 @pytest.mark.parametrize("criterion", ["probability", "entropy"])

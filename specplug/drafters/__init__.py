@@ -66,16 +66,21 @@ class Request:
     judge: Judge | None = None  # asked before each draft, by its distribution, whether to stop
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
 
-    def unsure(self, probs: Tensor) -> bool:
-        """Whether to stop before a token that would be drawn from `probs`, (B, V): less sure than asked for, in the mean."""
+    @property
+    def asks(self) -> bool:
+        """Whether there may be a reason to stop before a token."""
+        return self.judge is not None or bool(self.min_confidence)
+
+    def unsure(self, probs: Tensor, highest: Tensor) -> bool:
+        """Whether to stop before a token that would be drawn from `probs`, (B, V): less sure than asked for, in the mean.
+
+        `highest`: of each row, (B,).
+        """
         if self.judge is not None:
-            return not self.judge(probs.amax().item())
+            return not self.judge(highest.item())  # of one sequence
         if not self.min_confidence:
             return False
-        if self.criterion == "probability":
-            sure = probs.amax(-1)
-        else:
-            sure = 1 - torch.special.entr(probs).sum(-1).clamp(min=0).sqrt()
+        sure = highest if self.criterion == "probability" else 1 - torch.special.entr(probs).sum(-1).clamp(min=0).sqrt()
         return float(sure.clamp(min=0).mean()) < self.min_confidence
 
 

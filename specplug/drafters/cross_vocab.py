@@ -103,7 +103,7 @@ class CrossVocabSession(ModelRowSession):
         if self.noise is None or self.by_string:
             return super()._draw(scores, probs, rows, lengths)
         drawn_from = scores.softmax(-1)
-        if self.request.unsure(drawn_from):
+        if self.request.unsure(drawn_from, drawn_from.amax(-1)):
             return None
         named = drawn_from.new_zeros((len(rows), self.target_vocab_size))
         named[:, self.shared_target] = drawn_from[:, self.shared_draft]

@@ -62,16 +62,18 @@ class Forward:
         mean of the rows.
         """
         noise = self.request.noise
-        asked = self.request.min_confidence or self.request.judge is not None
-        if not self.request.do_sample and not asked and noise is None:
+        greedy = not self.request.do_sample and noise is None
+        if greedy and not self.request.asks:
             return scores.argmax(-1)
         drawn_from = warp.to_probs(scores)
-        if self.request.unsure(drawn_from):
-            return None
+        if self.request.asks:
+            highest, likeliest = drawn_from.max(-1)
+            if self.request.unsure(drawn_from, highest):
+                return None
+            if greedy:
+                return likeliest
         if noise is not None:
             return race(drawn_from, noise.of(rows, lengths, drawn_from))
-        if not self.request.do_sample:
-            return scores.argmax(-1)
         probs.append(drawn_from)
         return sample_by_inversion(drawn_from).clamp(min=0)  # of a broken draft anything
 

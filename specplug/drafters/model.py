@@ -78,14 +78,14 @@ class ModelSession(Forward):
             token = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
             if token is None:
                 break
-            tokens.append(token)
             new = token[:, None]
+            tokens.append(new)
             if needs_text:
                 text = torch.cat([text, new], dim=1)
         if not tokens:
             return Proposal(ids.new_empty((1, 0)), None)
-        stacked = torch.stack(tokens, dim=1).to(ids.device)
-        return Proposal(stacked, torch.stack(probs, dim=1).to(ids.device) if probs else None)
+        drafted = torch.cat(tokens, dim=1).to(ids.device)
+        return Proposal(drafted, torch.stack(probs, dim=1).to(ids.device) if probs else None)
 
     def observe(self, num_accepted: int) -> None:
         """The cache holds the drafts that were fed, which the last one was not; keep those that the target kept."""
