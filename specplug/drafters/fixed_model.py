@@ -84,9 +84,8 @@ class FixedDraft(Forward):
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         lengths = {b: texts[b].shape[1] for b in active}
-        if self.max_length is not None:
-            gamma = min(gamma, self.max_length - max(lengths.values()))
-        if gamma <= 0:
+        gamma = self.room(max(lengths.values()), gamma)
+        if gamma == 0:
             return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
         device = self.model.device
         own = {b: texts[b].to(device) for b in active}
@@ -126,7 +125,7 @@ class FixedDraft(Forward):
             return
         (gamma, text, drafts), self.last = self.last, None
         furthest = text.shape[1] + drafts.shape[1] + 1
-        if next_token.device != text.device or furthest + gamma > (self.max_length or furthest + gamma):
+        if next_token.device != text.device or self.room(furthest, gamma) < gamma:
             return
         with torch.inference_mode():
             program = self._program(gamma, furthest)

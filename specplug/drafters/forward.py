@@ -24,6 +24,10 @@ class Forward:
         self.num_steps, self.seconds_forward = 0, 0.0
         self._passes: Passes | None = None
 
+    def room(self, length: int, gamma: int) -> int:
+        """How many of `gamma` drafts fit behind a text of that length; the draft's context may be shorter than the target's."""
+        return gamma if self.max_length is None else max(min(gamma, self.max_length - length), 0)
+
     def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
         """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
         return self._logits(new, 1, padded, **inputs)[:, 0]

@@ -62,8 +62,6 @@ class ModelSession(Forward):
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         device = self.model.device
-        if self.max_length is not None:  # the draft's context may be shorter than the target's
-            gamma = min(gamma, self.max_length - ids.shape[1])
         text = ids.to(device)
         self.num_text = text.shape[1]
         tokens: list[Tensor] = []
@@ -71,7 +69,7 @@ class ModelSession(Forward):
         needs_text = not warp.all_pointwise(self.request.processors)
         new = text[:, self.num_cached :]  # the first pass catches up with all that was committed since
         self.num_cached = self.num_text - new.shape[1]
-        for _ in range(gamma):
+        for _ in range(self.room(self.num_text, gamma)):
             logits = self._forward(new)
             self.num_cached += new.shape[1]
             scores = warp.process_draft(self.request.processors, text, logits)
@@ -106,7 +104,7 @@ class TreeModelSession(ModelSession):
 
     def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
         text, device = ids.to(self.model.device), self.model.device
-        room = shape.depth if self.max_length is None else self.max_length - text.shape[1]
+        room = self.room(text.shape[1], shape.depth)
         growth = Growth(shape, self.request.do_sample)
         fed: list[int] = []
         self.fed = []
@@ -169,9 +167,8 @@ class ModelRowSession(Forward):
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         lengths = {b: texts[b].shape[1] for b in active}
-        if self.max_length is not None:
-            gamma = min(gamma, self.max_length - max(lengths.values()))
-        if gamma <= 0:
+        gamma = self.room(max(lengths.values()), gamma)
+        if gamma == 0:
             return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
         fed, slots = self._align(active, lengths)
         device = self.model.device
