@@ -27,6 +27,7 @@ from specplug.config import (
     Generate,
     Lookahead,
     Metric,
+    Plain,
     Prune,
     QuantizationMethod,
     Theory,
@@ -304,4 +305,8 @@ def of_bench(config: Config, recipe: Bench) -> list[str]:
         way_out = "is drawn where drafts are sampled; add sampling.temperature=1"
         found.need(config.sampling.temperature > 0, "synthetic_alpha", way_out)
         found.need(not drafts_trees(config), "synthetic_alpha", "keeps drafts of chains alone; leave the tree out")
+        rounds_alone = "is drawn by engine=rounds alone, which engine=auto takes"
+        found.need(not isinstance(config.engine, Lookahead), "synthetic_alpha", rounds_alone)
+    if isinstance(config.engine, Plain):
+        found.append("engine=plain: every way of ours would be plain decoding; leave it out")
     return found + growth_bench.problems(config)

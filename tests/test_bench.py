@@ -141,6 +141,8 @@ def test_cut_short_it_goes_on(tmp_path, monkeypatch):
         (["recipe.synthetic_alpha=1.5", "sampling.temperature=1"], "must be between 0 and 1"),
         (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule=tree"], "keeps drafts of chains alone"),
         (["recipe.synthetic_alpha=1", "sampling.temperature=1", "schedule.tree_depth=3"], "leave the tree out"),
+        (["recipe.synthetic_alpha=1", "sampling.temperature=1", "engine=lookahead"], "is drawn by engine=rounds alone"),
+        (["engine=plain"], "engine=plain: every way of ours would be plain decoding"),
         (["recipe.gammas=[]"], "recipe.gammas"),
         (["recipe.repeats=0"], "recipe.repeats=0: must be 1 or more"),
         (["recipe=evaluate", SHAPES[0]], "target.shape=(given): random weights write no text"),
