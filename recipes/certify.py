@@ -20,6 +20,7 @@ import torch
 from rich.text import Text
 
 from specplug import certificate, report, tracker
+from specplug.attaching import attached
 from specplug.certificate import Law, compare_race, p_value, processed_logprobs
 from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, to_dict
 from specplug.console import Bar, console
@@ -27,7 +28,6 @@ from specplug.data import load_rows
 from specplug.fingerprint import fingerprint
 from specplug.measure import Verdict, compare, processors_of
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
-from specplug.plugin import attached
 from specplug.recipes.evaluate import encode
 from specplug.runs import begin, describe_environment, write_json
 from specplug.schedule import FixedSchedule

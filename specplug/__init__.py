@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "attach": "specplug.plugin",
-    "detach": "specplug.plugin",
+    "attach": "specplug.attaching",
+    "detach": "specplug.attaching",
     "SpeculativeProcessor": "specplug.plugin",
-    "attached": "specplug.plugin",
+    "attached": "specplug.attaching",
     "pipeline": "specplug.pipelines",
     "load": "specplug.compose",
     "Config": "specplug.config",
@@ -42,10 +42,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from specplug import theory, trace, tree, verify
+    from specplug.attaching import attach, attached, detach
     from specplug.compose import load
     from specplug.config import Config, ConfigError
     from specplug.pipelines import pipeline
-    from specplug.plugin import SpeculativeProcessor, attach, attached, detach
+    from specplug.plugin import SpeculativeProcessor
     from specplug.stats import Stats
 
 

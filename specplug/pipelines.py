@@ -4,10 +4,11 @@ from typing import Any
 
 import transformers
 
+from specplug.attaching import attach
 from specplug.compose import load
 from specplug.config import Config, ConfigError, Drafter
 from specplug.models import load_target, load_tokenizer
-from specplug.plugin import SpeculativeProcessor, attach
+from specplug.plugin import SpeculativeProcessor
 
 
 def pipeline(*overrides: str) -> transformers.Pipeline:

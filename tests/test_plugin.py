@@ -221,7 +221,7 @@ REFUSED = {
         "lookup is none",
     ),
     "gamma and schedule": (
-        lambda t, d: specplug.attach(t, d, gamma=2, schedule=specplug.plugin.FixedSchedule(2)),
+        lambda t, d: specplug.attach(t, d, gamma=2, schedule=specplug.schedule.FixedSchedule(2)),
         "gamma and schedule",
     ),
 }
