@@ -32,6 +32,7 @@ from transformers.generation import GenerationMixin
 
 from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.config import first_line
+from specplug.folding import folded
 
 if TYPE_CHECKING:
     from specplug.fixed import FixedPasses
@@ -186,14 +187,16 @@ class Recording:
 class GivenLayer(DynamicLayer):
     """A layer of which the keys and values are inputs of the recording, with room at their end for what the pass adds.
 
-    Its length is a plain number, as it is outside a recording: transformers takes it to see that one position needs no mask.
+    Its length is a plain number, as it is outside a recording: transformers takes it to see that one position needs no mask. `end`:
+    where the positions of the pass begin, counted from behind.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, length: int, end: int) -> None:
         super().__init__()
         self.length = length
         self.keys: Any = keys
         self.values: Any = values
+        self.end = end
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
 
@@ -201,9 +204,8 @@ class GivenLayer(DynamicLayer):
         return self.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        width = key_states.shape[-2]
-        self.keys[..., -width:, :].copy_(key_states)
-        self.values[..., -width:, :].copy_(value_states)
+        self.keys[:, :, self.end :].copy_(key_states)
+        self.values[:, :, self.end :].copy_(value_states)
         return self.keys, self.values
 
 
@@ -218,7 +220,8 @@ def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
     def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
         past, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
         cache = DynamicCache(config=model.config)
-        cache.layers = [GivenLayer(*each, length) for each in rooms.layers_of(list(past))]
+        end = -ids.shape[1]  # computed once
+        cache.layers = [GivenLayer(*each, length, end) for each in rooms.layers_of(list(past))]
         arguments = {
             "input_ids": ids,
             "position_ids": positions,
@@ -231,19 +234,27 @@ def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
             logits: Tensor = model(**arguments).logits
         return logits
 
-    return trace(forward, [*inputs, *weights])
+    # The same with one more position, unless one alone is computed otherwise, and more before it.
+    more, before = int(inputs[0].shape[1] > 1), 7
+    pad = torch.nn.functional.pad
+    ids, positions, mask, *held = inputs
+    others = [pad(ids, (0, more)), pad(positions, (0, more)), pad(mask, (0, more))]
+    if masked:
+        others[2] = pad(mask, (0, before + more, 0, more))
+    others += [pad(each, (0, 0, 0, before + more)) for each in held]
+    return trace(forward, [*inputs, *weights], [*others, *weights])
 
 
-def trace(forward: Callable[..., Tensor], inputs: list[Tensor]) -> Any:
+def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Tensor]) -> Any:
     """A function of the same inputs that does what `forward` does with these.
 
-    Raises ValueError if that decides anything by what it sees.
+    `others`: the same with other sizes wherever sizes may be others. Raises ValueError if `forward` decides anything by what it sees.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
         graph, _ = torch._C._create_graph_by_tracing(forward, tuple(inputs), lambda _: "", True, False, None, [])
-        recording = torch._C._create_function_from_graph("forward", graph)
+        recording = torch._C._create_function_from_graph("forward", folded(graph, inputs, others))
     for each in caught:
         if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
@@ -281,7 +292,7 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
         return None, []
     weights = [each for module in modules for each in module._parameters.values()]
     buffers = [each for module in modules for each in module._buffers.values()]
-    state: list[Any] = [*map(id, weights), *map(id, buffers)]
+    state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]
     for module in modules:
         state += type(module), type(module).forward, *plain_values(module)
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,7 +40,10 @@ def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
         return sdpa_attention_forward(module, query, key, value, mask, **given)
     num_rows, num_heads, _, size = query.shape
     query = query.reshape(num_rows, num_heads // groups, groups * width, size)
+    # All layers do the same to their mask, so that a recording does it once; of booleans attention would make numbers at each layer.
     mask = mask.repeat(1, 1, groups, 1)
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
     found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=given.get("scaling"))
     found = found.reshape(num_rows, num_heads, width, value.shape[-1])
     return found.transpose(1, 2).contiguous(), None

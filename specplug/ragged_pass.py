@@ -98,4 +98,10 @@ def record(model: PreTrainedModel, cache: RaggedCache, inputs: list[Tensor]) -> 
         with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
             return run_pass(model, ids, positions, cache.over(list(held), Places(rows)))
 
-    return trace(forward, [*inputs, *weights])
+    # The same with one more row, one more position, unless one alone is computed otherwise, and more before it.
+    more, before = int(inputs[0].shape[1] > 1), 7
+    pad = torch.nn.functional.pad
+    ids, positions, _, *held = inputs
+    others = [pad(ids, (0, more, 0, 1)), pad(positions, (0, more, 0, 1)), torch.arange(len(ids) + 1)[:, None]]
+    others += [pad(each, (0, 0, 0, before + more, 0, 0, 0, 1)) for each in held]
+    return trace(forward, [*inputs, *weights], [*others, *weights])
