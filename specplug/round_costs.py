@@ -21,7 +21,8 @@ from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
 from specplug.kernel import swapped
 
-IN_A_TURN = 2  # rounds of one gamma; the last is timed, whose caches are those of such rounds
+# Rounds of one gamma in a row, and how many of them are not timed: until the processor's caches are those of such rounds.
+IN_A_TURN, NOT_TIMED = 10, 2
 MOST_DRAFTS = 3  # fed in a round that is acted; more of them cost what these do
 
 
@@ -100,9 +101,9 @@ def measure_rounds(
     gammas: Iterable[int],
     kernel: str = "auto",
     graph: str = "capture",
-    repeats: int = 15,
+    repeats: int = 24,
 ) -> RoundCosts:
-    """Time rounds of these gammas and plain steps by turns. `ids`: (1, T) text to stand on."""
+    """Time rounds of these gammas and plain steps by turns. `ids`: (1, T) text to stand on; `repeats`: rounds that are timed, at least."""
     chosen = sorted({0, *gammas})
     target, plain = Standing(model, ids), Standing(model, ids, roomy=False)
     draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
@@ -115,14 +116,15 @@ def measure_rounds(
         session.propose(ids, gamma)
         return time.perf_counter() - started
 
-    def in_a_turn(gamma: int) -> tuple[list[float], float]:
-        """Of the last round: its draft steps, and the target's pass."""
+    def act(gamma: int) -> list[tuple[list[float], float]]:
+        """Of each round of a turn: its draft steps, and the target's pass."""
         models = [model] if draft is None else [model, draft.model]
         with swapped(kernel, *models), packed.swapped(kernel, *models):
             with torch.no_grad():
                 passes = Capture(graph, uses_before=0).passes(model)
             with torch.inference_mode():  # where drafts are made
                 of_draft = None if draft is None else Capture(graph, uses_before=0).passes(draft.model)
+            acted = []
             for _ in range(IN_A_TURN):
                 drafts: list[float] = []
                 if draft is not None and of_draft is not None:
@@ -131,27 +133,27 @@ def measure_rounds(
                 elif gamma:
                     drafts = [propose(gamma)]
                 with torch.no_grad():
-                    pass_ = target.seconds(passes, gamma + 1)
-        return drafts, pass_
+                    acted.append((drafts, target.seconds(passes, gamma + 1)))
+        return acted
 
-    def plain_step() -> float:
+    def plain_steps() -> list[float]:
         with torch.no_grad():
             passes = Capture().passes(model)
-            return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)][-1]
+            return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)]
 
-    for gamma in (*chosen, *chosen):  # to record, to compare, and to see whether that was all
-        in_a_turn(gamma)
+    for gamma in chosen:  # to record, to compare, and to see whether that was all
+        act(gamma)
     seconds: dict[int, list[float]] = {gamma: [] for gamma in chosen}
     steps: list[float] = []
     first: list[float] = []
     later: list[float] = []
-    for _ in range(repeats):
-        steps.append(plain_step())
+    for _ in range(-(-repeats // (IN_A_TURN - NOT_TIMED))):
+        steps += plain_steps()[NOT_TIMED:]
         for gamma in chosen:
-            drafts, pass_ = in_a_turn(gamma)
-            seconds[gamma].append(pass_)
-            first += drafts[:1]
-            later += drafts[1:]
+            for drafts, pass_ in act(gamma)[NOT_TIMED:]:
+                seconds[gamma].append(pass_)
+                first += drafts[:1]
+                later += drafts[1:]
     by_gamma = {gamma: median(each) for gamma, each in seconds.items()}
     once = median(first) if first else 0.0
     return RoundCosts(median(steps), by_gamma, once, median(later) if later else (once if draft is not None else 0.0))
