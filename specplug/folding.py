@@ -85,8 +85,8 @@ def _share(graph: Any) -> None:
     """
     torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]  # so that equal constants are one
     written: set[int] = set()
-    waiting = [node.inputsAt(0) for node in graph.nodes() if node.kind().endswith("_")]
-    while waiting:  # what is written to in place, and all that it may be a part of
+    waiting = [each for node in graph.nodes() for each in _written(node)]
+    while waiting:  # what is written to, and all that it may be a part of
         value = waiting.pop()
         holds = value.type().kind() in ("TensorType", "ListType", "TupleType")
         if holds and value.unique() not in written:
@@ -101,6 +101,13 @@ def _share(graph: Any) -> None:
             first = found.setdefault((node.kind(), *given), made[0])
             if first is not made[0]:
                 made[0].replaceAllUsesWith(first)
+
+
+def _written(node: Any) -> list[Any]:
+    """Of the inputs those that may be written to, by what the operation says of itself."""
+    if "!" not in node.schema():
+        return []
+    return [node.inputsAt(0)] if node.kind().endswith("_") else list(node.inputs())
 
 
 def _sizes(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, ...]:

@@ -40,9 +40,9 @@ def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
         return sdpa_attention_forward(module, query, key, value, mask, **given)
     num_rows, num_heads, _, size = query.shape
     query = query.reshape(num_rows, num_heads // groups, groups * width, size)
-    # All layers do the same to their mask, so that a recording does it once; of booleans attention would make numbers at each layer.
     mask = mask.repeat(1, 1, groups, 1)
-    if mask.dtype == torch.bool:
+    if mask.dtype == torch.bool and mask.device.type == "cpu":
+        # As attention does by itself, there at each layer; here a recording does it once for all of them.
         mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
     found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=given.get("scaling"))
     found = found.reshape(num_rows, num_heads, width, value.shape[-1])

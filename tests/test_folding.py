@@ -63,20 +63,22 @@ def test_a_conversion_that_does_something_stays():
 def test_the_same_is_computed_once_but_not_what_is_written_to():
     """A mask is repeated by each layer; a buffer that was written to meanwhile is another value."""
 
-    def layers(mask, buffer, states):
+    def layers(mask, buffer, states, other):
         total = torch.zeros(())
         for number in range(3):
             wide = torch.where(mask.repeat(2, 1), 0.0, 1.0)
             before = buffer.sum(0)
             buffer[:, 1:].copy_(states * number)
+            torch.add(states, number, out=other)
+            total = total + other.sum(0).sum()
             total = total + (wide * (before + buffer.sum(0))).sum()
         return total
 
-    inputs = torch.rand(2, 4) > 0.5, torch.randn(3, 4), torch.randn(3, 3)
+    inputs = torch.rand(2, 4) > 0.5, torch.randn(3, 4), torch.randn(3, 3), torch.randn(3, 3)
     graph = traced(layers, *(each.clone() for each in inputs))
     changed = folding.folded(graph, [each.clone() for each in inputs], [each.clone() for each in inputs])
     assert kinds(graph)["aten::repeat"] == 3 and kinds(changed)["aten::repeat"] == kinds(changed)["aten::where"] == 1
-    assert kinds(changed)["aten::sum"] == kinds(graph)["aten::sum"] == 9
+    assert kinds(changed)["aten::sum"] == kinds(graph)["aten::sum"] == 15
     expected, found = ([each.clone() for each in inputs] for _ in range(2))
     assert torch.equal(run(changed, *found), layers(*expected))
     assert all(map(torch.equal, found, expected))
