@@ -37,6 +37,8 @@ from specplug.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
+COSTS_OF = 8  # drafts a round that costs are measured for where a schedule chooses, at least
+
 
 def run(config: Config, folder: Path) -> int:
     recipe = config.recipe
@@ -64,6 +66,8 @@ def run(config: Config, folder: Path) -> int:
         sides.take_turns([ids], config.seed)
     shape = plugin.schedule.tree
     gamma = max(plugin.stats.drafted, default=1) if shape is None else shape.size
+    if isinstance(plugin.schedule, AdaptiveSchedule):  # which may have drafted nothing yet
+        gamma = max(gamma, min(COSTS_OF, plugin.schedule.max_gamma))
     costs = measure_rounds(model, drafter, first[0], [gamma], plugin.kernel, plugin.graph)
     write_json(folder / "costs.json", costs.to_dict(gamma))
 

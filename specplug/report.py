@@ -91,10 +91,12 @@ def headline(summary: dict[str, Any]) -> list[str]:
     lines.append(f"output: {verdict(summary)}")
     if summary["task_score"]["baseline"] is not None:
         lines.append(scores.line(summary["task_score"]))
+    measured = summary["width_cost_gamma"]
+    over = "" if measured is None else f" over {measured + 1} position{'s' * (measured > 0)}"
     lines.append(
         f"alpha {number(summary['alpha'], 3)}, {number(summary['mean_acceptance_length'])} tokens per target pass, "
         f"a draft step costs {number(summary['cost_coefficient'], 3)} of a plain step of the target, "
-        f"a target pass {number(summary['width_cost'])}"
+        f"a target pass{over} {number(summary['width_cost'])}"
     )
     drafted = {int(gamma): rounds for gamma, rounds in summary["drafted_histogram"].items()}
     if len(drafted) > 1 and summary["num_rounds"]:

@@ -55,6 +55,7 @@ class RoundCosts:
     def to_dict(self, gamma: int) -> dict[str, float]:
         """Of one gamma, ready for JSON."""
         return {
+            "gamma": gamma,
             "seconds_plain_step": self.plain_step,
             "seconds_target_step": self.target[0],
             "seconds_target_pass": self.target[gamma],

@@ -90,9 +90,7 @@ def summarize(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed
 
 def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: int) -> dict[str, Any]:
     stats = stats_of(samples)
-    mean_gamma, depth, alpha = stats.mean_gamma or 0.0, stats.mean_depth or 0.0, stats.alpha
-    predicted = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"])
-    with_width = None if alpha is None else theory.speedup(alpha, depth, costs["cost_coefficient"], costs["width_cost"])
+    predicted, with_width = predictions(stats, costs)
     exactness = Counter(sample["exactness"]["kind"] for sample in samples)
     return {
         "num_samples": len(samples),
@@ -104,7 +102,7 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "speedup_vs_assisted_interval": interval(samples, "assisted", bootstrap, seed),
         "tokens_per_second": {side: rate(samples, side) for side in SIDES},
         "tokens_per_second_decode": {side: rate(samples, side, decode=True) for side in SIDES},
-        "alpha": alpha,
+        "alpha": stats.alpha,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_histogram": stats.acceptance_histogram,
@@ -114,11 +112,12 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted": stats.num_accepted,
         "num_tested": stats.num_tested,
-        "mean_gamma": mean_gamma,
+        "mean_gamma": stats.mean_gamma or 0.0,
         "members": members(samples),
         "drafted_histogram": {str(gamma): rounds for gamma, rounds in sorted(stats.drafted.items())},
         "cost_coefficient": costs["cost_coefficient"],
         "width_cost": costs["width_cost"],
+        "width_cost_gamma": costs.get("gamma"),
         "predicted_speedup": predicted,
         "predicted_speedup_with_width": with_width,
         "overhead": stats.overhead,
@@ -128,6 +127,24 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "mismatches": [sample["id"] for sample in samples if sample["exactness"]["kind"] == "mismatch"],
         "task_score": scores.task_score(samples, bootstrap, seed),
     }
+
+
+def predictions(stats: Stats, costs: dict[str, Any]) -> tuple[float | None, float | None]:
+    """The speed-up that theory makes of the acceptance and the rounds that there were: as the paper has it, and with the cost of wider
+    passes, which is taken to grow evenly from that of one position to that which was measured."""
+    if stats.alpha is None:
+        return None, None
+    measured, wide = costs.get("gamma"), costs["width_cost"]
+    narrow = wide if not measured else costs["seconds_target_step"] / costs["seconds_plain_step"]
+    nodes = (stats.mean_gamma or 0.0) / (
+        stats.mean_depth or 1.0
+    )  # of a tree, for each one that is drafted behind another
+
+    def width_cost(depth: int) -> float:
+        return float(narrow + (wide - narrow) * nodes * depth / (measured or 1))
+
+    given = stats.alpha, stats.drafted, costs["cost_coefficient"]
+    return theory.speedup_of_rounds(*given), theory.speedup_of_rounds(*given, width_cost)
 
 
 def seconds_per_round(stats: Stats) -> dict[str, float] | None:

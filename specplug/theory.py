@@ -4,6 +4,8 @@ accepted with the same probability, independently. Leviathan et al. 2022 (arXiv 
 alpha: acceptance rate, 0 to 1. gamma: draft tokens a round. c: time of a draft step over time of a target step.
 """
 
+from collections.abc import Callable, Mapping
+
 
 def expected_tokens(alpha: float, gamma: float) -> float:
     """Tokens per target pass: (1 - alpha^(gamma + 1)) / (1 - alpha), between 1 and gamma + 1 (equation 1)."""
@@ -22,6 +24,17 @@ def speedup(alpha: float, gamma: float, cost_coefficient: float, width_cost: flo
     if cost_coefficient < 0 or width_cost <= 0:
         raise ValueError(f"cost_coefficient={cost_coefficient}, width_cost={width_cost}: costs are positive")
     return expected_tokens(alpha, gamma) / (gamma * cost_coefficient + width_cost)
+
+
+def speedup_of_rounds(
+    alpha: float,
+    rounds: Mapping[int, int],
+    cost_coefficient: float,
+    width_cost: Callable[[int], float] = lambda gamma: 1.0,
+) -> float:
+    """The same over rounds that draft different numbers. `rounds`: how many have each gamma; `width_cost`: of a gamma."""
+    tokens = sum(count * expected_tokens(alpha, gamma) for gamma, count in rounds.items())
+    return tokens / sum(count * (gamma * cost_coefficient + width_cost(gamma)) for gamma, count in rounds.items())
 
 
 def best_gamma(alpha: float, cost_coefficient: float, max_gamma: int = 64) -> int:

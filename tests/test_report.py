@@ -59,6 +59,28 @@ def test_prediction():
     assert summary["speedup_interval"] is None
 
 
+def test_prediction_over_rounds_that_differ():
+    """Lookups: three rounds of four draft nothing, and cost what a pass over one position costs."""
+    from specplug import theory
+
+    one = sample("1")
+    stats = Stats(num_rounds=8, num_accepted=9, num_tested=10, num_draft_tokens=8)
+    stats.drafted.update({0: 6, 4: 2})
+    one["speculative"]["stats"] = stats.to_dict()
+    costs = {
+        "gamma": 8,
+        "cost_coefficient": 0.1,
+        "width_cost": 1.5,
+        "seconds_target_step": 0.6,
+        "seconds_plain_step": 1.0,
+    }
+    summary = summarize([one], costs, bootstrap=0, seed=0)
+    tokens = 6 + 2 * theory.expected_tokens(0.9, 4)
+    assert summary["predicted_speedup"] == pytest.approx(tokens / (8 + 2 * 4 * 0.1))
+    between = 0.6 + (1.5 - 0.6) * 4 / 8
+    assert summary["predicted_speedup_with_width"] == pytest.approx(tokens / (6 * 0.6 + 2 * (between + 4 * 0.1)))
+
+
 def test_a_side_that_failed_once_has_no_figure():
     summary = summarize([sample("1"), sample("2", assisted=None)], COSTS, bootstrap=50, seed=0)
     assert summary["speedup_vs_assisted"] is None and summary["speedup_vs_assisted_interval"] is None
