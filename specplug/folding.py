@@ -56,14 +56,10 @@ def _fold(graph: Any, inputs: Sequence[Tensor], others: Sequence[Tensor]) -> Non
     sizes = {look.output().unique(): look.output() for look in looks}  # of those that are not known, also as tensors
     for node in list(graph.nodes()):
         kind = node.kind()
-        if kind == "prim::Constant":
-            value = _whole(node.output().toIValue())
-            if value is not None:
-                known[node.output().unique()] = value
-        elif kind in ARITHMETIC:
+        if kind in ARITHMETIC:
             count, function = ARITHMETIC[kind]
-            values = [known.get(each.unique()) for each in node.inputs()]
-            if None not in values and all(scale == 1 for scale in values[count:]):
+            values = _whole(node.inputs(), known)
+            if values is not None and all(scale == 1 for scale in values[count:]):
                 known[node.output().unique()] = function(*values[:count])
             elif kind == "prim::NumToTensor" and node.input().unique() in sizes:
                 sizes[node.output().unique()] = node.input()
@@ -83,7 +79,6 @@ def _share(graph: Any) -> None:
 
     torch's own elimination of common subexpressions takes it that a mask may lie in the keys and values, which a pass writes to.
     """
-    torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]  # so that equal constants are one
     written: set[int] = set()
     waiting = [each for node in graph.nodes() for each in _written(node)]
     while waiting:  # what is written to, and all that it may be a part of
@@ -97,10 +92,16 @@ def _share(graph: Any) -> None:
         given, made = [each.unique() for each in node.inputs()], list(node.outputs())
         if any(each in written for each in given):
             written.update(each.unique() for each in made)
+            continue
+        if node.kind() == "prim::Constant" and made[0].type().kind() != "TensorType":
+            key = made[0].type().str(), repr(made[0].toIValue())
         elif given and len(made) == 1 and made[0].unique() not in written and not node.isNondeterministic():
-            first = found.setdefault((node.kind(), *given), made[0])
-            if first is not made[0]:
-                made[0].replaceAllUsesWith(first)
+            key = node.kind(), *given
+        else:
+            continue
+        first = found.setdefault(key, made[0])
+        if first is not made[0]:
+            made[0].replaceAllUsesWith(first)
 
 
 def _written(node: Any) -> list[Any]:
@@ -124,10 +125,21 @@ def _sizes(graph: Any, inputs: Sequence[Tensor]) -> tuple[int, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _whole(value: Any) -> int | None:
-    if isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.int64:
-        return int(value)
-    return value if type(value) is int else None
+def _whole(values: Any, known: dict[int, int]) -> list[int] | None:
+    """The whole numbers that these are, if all are constants or known."""
+    given = list(values)
+    # Constants are looked at last: an object of Python's stays with a tensor that is looked at, for as long as the recording does.
+    if any(each.unique() not in known and each.node().kind() != "prim::Constant" for each in given):
+        return None
+    found = []
+    for each in given:
+        number = known[each.unique()] if each.unique() in known else each.toIValue()
+        if isinstance(number, Tensor) and number.ndim == 0 and number.dtype == torch.int64:
+            number = int(number)
+        if type(number) is not int:
+            return None
+        found.append(number)
+    return found
 
 
 def _is_whole(node: Any) -> bool:
