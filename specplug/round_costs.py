@@ -24,6 +24,9 @@ from specplug.kernel import swapped
 # Rounds of one gamma in a row, and how many of them are not timed: until the processor's caches are those of such rounds.
 IN_A_TURN, NOT_TIMED = 10, 2
 MOST_DRAFTS = 3  # fed in a round that is acted; more of them cost what these do
+# Positions that a text grows by with passes over one, and with those over several, so that recordings of either are compared at
+# another length; then it stays as it is.
+GROWTH = 4
 
 
 @dataclass
@@ -66,7 +69,7 @@ class RoundCosts:
 
 
 class Standing:
-    """A model on a text, one token further with each of its passes."""
+    """A model on a text, which grows with its first passes."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, roomy: bool = True) -> None:
         self.model: Any = model
@@ -76,7 +79,7 @@ class Standing:
         with torch.no_grad():
             self.model(input_ids=text, use_cache=True, **{NAME: self.cache})
         prepare_for_crop(self.cache, roomy)
-        self.last = text[:, -1:]
+        self.last, self.grown = text[:, -1:], {True: 0, False: 0}
 
     def seconds(self, passes: Passes, width: int) -> float:
         """Of a pass over `width` positions."""
@@ -91,7 +94,9 @@ class Standing:
         passes(new, self.cache, ordinary)
         synchronize(self.model)
         seconds = time.perf_counter() - started
-        crop(self.cache, width - 1)
+        grows = int(self.grown[width > 1] < GROWTH)
+        self.grown[width > 1] += grows
+        crop(self.cache, width - grows)
         return seconds
 
 
@@ -106,6 +111,7 @@ def measure_rounds(
 ) -> RoundCosts:
     """Time rounds of these gammas and plain steps by turns. `ids`: (1, T) text to stand on; `repeats`: rounds that are timed, at least."""
     chosen = sorted({0, *gammas})
+    ids = ids[:, : max(_context([model, getattr(drafter, "model", model)]) - chosen[-1] - 1 - 2 * GROWTH, 1)]
     target, plain = Standing(model, ids), Standing(model, ids, roomy=False)
     draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
 
@@ -158,6 +164,12 @@ def measure_rounds(
     by_gamma = {gamma: median(each) for gamma, each in seconds.items()}
     once = median(first) if first else 0.0
     return RoundCosts(median(steps), by_gamma, once, median(later) if later else (once if draft is not None else 0.0))
+
+
+def _context(models: list[Any]) -> int:
+    """Positions that all of them can have."""
+    known = (getattr(each.config.get_text_config(), "max_position_embeddings", None) for each in models)
+    return min((each for each in known if each), default=1 << 30)
 
 
 def synchronize(model: PreTrainedModel) -> None:

@@ -1,8 +1,9 @@
 """Costs of passes are taken from rounds that are acted: drafts, then the target, each as wide as rounds have them."""
 
 import pytest
-from conftest import prompt
+from conftest import make_model, noisy_copy, prompt
 
+from specplug import capture
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.round_costs import MOST_DRAFTS, RoundCosts, measure_rounds
@@ -33,6 +34,16 @@ def test_passes_come_as_in_rounds(llama, llama_draft, gamma, monkeypatch):
     acted = [("draft", 1)] * min(gamma, MOST_DRAFTS) + [("target", gamma + 1)]
     assert seen[-2 * len(acted) :] == 2 * acted
     assert [each for each in seen if each == ("target", 20)] and ("target", 1) in seen
+
+
+@pytest.mark.parametrize("length", [3, 250, 256])
+def test_a_text_as_long_as_the_context(length):
+    """Passes stay within the positions that a model has, and where they have been recorded they are replayed."""
+    model = make_model("gpt2")
+    draft = noisy_copy(model)
+    costs = measure_rounds(model, ModelDrafter(draft), prompt(length), [8], repeats=8)
+    assert costs.target[8] > 0
+    assert all(each.ready for each in capture._KNOWN[model][1].values()) and capture._KNOWN[draft][1]
 
 
 def test_sums():
