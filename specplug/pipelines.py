@@ -24,6 +24,9 @@ def pipeline_from(config: Config) -> tuple[transformers.Pipeline, SpeculativePro
         raise ConfigError("draft=none: there is nothing to draft with; name a draft, or take draft=lookup")
     model, tokenizer = load_target(config.target)
     defaults: Any = generate_arguments(config)
+    # A pipeline moves its model to the first GPU unless it is told where the model is, and must not be where accelerate placed it.
+    if getattr(model, "hf_device_map", None) is None:
+        defaults["device"] = model.device
     pipe = transformers.TextGenerationPipeline(model=model, tokenizer=tokenizer, **defaults)
     try:
         return pipe, attach(pipe, config=config)
