@@ -130,5 +130,7 @@ def _shortened(module: nn.Module, owner: nn.Module, name: str, layers: list[int]
         short.config = config
     if module is owner:
         stack = getattr(module, name)
-        short._modules[name] = nn.ModuleList([stack[number] for number in layers])
+        kept = nn.ModuleList([stack[number] for number in layers])
+        kept.training = stack.training  # a new list is in training, and what is in training is not captured
+        short._modules[name] = kept
     return short
