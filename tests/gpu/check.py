@@ -23,11 +23,6 @@ from specplug.schedule import FixedSchedule
 ROUNDS_READ = 1  # host reads of a round
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def together(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """One batch, padded on the left."""
     width = max(each.shape[1] for each in prompts)
@@ -46,15 +41,18 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], choices=range(1, 9), metavar="1 to 8")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
+    on_cuda = given.device.startswith("cuda")
+    synchronize = torch.cuda.synchronize if on_cuda else lambda: None
     config = specplug.load(f"target.device={given.device}", f"draft.device={given.device}", "target.dtype=fp32")
     model, tokenizer = load_target(config.target)
     prompts = [encode(tokenizer, row, config, model) for row in load_rows(config.dataset, 8)]
-    batches = {1: {"input_ids": prompts[0], "attention_mask": torch.ones_like(prompts[0])}, 8: together(prompts)}
+    batches = {rows: together(prompts[:rows]) for rows in given.rows}
     model.generation_config.eos_token_id = None
     found: dict = {
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "torch": torch.__version__,
         "ways": [],
         "problems": [],
@@ -73,13 +71,13 @@ def main() -> int:
                     plugin = specplug.attach(
                         model, config=config, schedule=FixedSchedule(way[0]), graph=way[1], engine="rounds"
                     )
-                synchronize(given.device)
+                synchronize()
                 started = time.perf_counter()
                 ids = model.generate(**batch, **call)
-                synchronize(given.device)
+                synchronize()
                 seconds[name].append(time.perf_counter() - started)
                 if plugin is not None:
-                    plugin.detach()
+                    plugin.detach(release=False)  # else each call would capture anew
                 if not torch.equal(ids, plain):
                     found["problems"].append(f"{rows} rows, {name}: ids differ from plain decoding")
         for name, way in ways.items():
@@ -92,27 +90,28 @@ def main() -> int:
             if way is not None:
                 for do_sample in (False, True):
                     schedule = FixedSchedule(way[0])
-                    with specplug.attach(model, config=config, schedule=schedule, graph=way[1], engine="rounds"):
-                        sampling = call | {"do_sample": do_sample, "max_new_tokens": 32}
+                    plugin = specplug.attach(model, config=config, schedule=schedule, graph=way[1], engine="rounds")
+                    sampling = call | {"do_sample": do_sample, "max_new_tokens": min(given.tokens, 32)}
+                    for _ in range(2):
                         model.generate(**batch, **sampling)
-                        model.generate(**batch, **sampling)
-                        counts = launches.count(lambda: model.generate(**batch, **sampling), schedule, given.device)  # noqa: B023
+                    counts = launches.count(
+                        lambda: model.generate(**batch, **sampling),  # noqa: B023
+                        schedule,
+                        model.device.type,
+                    )
+                    plugin.detach(release=False)
                     if counts is None:
                         continue
                     entry["sampled" if do_sample else "greedy"] = counts._asdict()
-                    if (
-                        way[1] == "capture"
-                        and given.device == "cuda"
-                        and counts.host_reads > ROUNDS_READ * counts.num_rounds
-                    ):
+                    if way[1] == "capture" and on_cuda and counts.host_reads > ROUNDS_READ * counts.num_rounds:
                         found["problems"].append(
                             f"{rows} rows, {name}: {counts.host_reads} host reads in {counts.num_rounds} rounds"
                         )
             found["ways"].append(entry)
     found["graphs"] = graphs_of(model)
-    if given.device in fixed.GRAPHS and not found["graphs"]:
+    if model.device.type in fixed.GRAPHS and not found["graphs"]:
         found["problems"].append(f"no pass was captured: {fixed.why_not(model, 'capture')}")
-    if given.device == "cuda":
+    if on_cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     given.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
