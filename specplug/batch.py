@@ -143,6 +143,7 @@ def decode_batch(
         time_forward=synchronize,
         noise=keyed,
         capture=capture,
+        since=lambda b, known: everyone[b].text.since(everyone[b].hidden + known),
     )
     session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
     safely = Safely(stats, keyed)

@@ -200,6 +200,7 @@ def decode(
         judge=stop_drafting,
         capture=capture,
         tree=schedule.tree is not None,
+        since=lambda _, known: text.since(hidden + known),
     )
     session: Any = drafter.start(request)
     # Not where the device is waited for, since that would be counted as drafting.

@@ -35,21 +35,29 @@ class Text:
     """The prompt and every token committed so far, (1, T). What was handed out before stays as it was."""
 
     def __init__(self, ids: Tensor) -> None:
-        self._buffer, self._written = ids, ids.shape[1]
-        self._committed: list[int] = []  # since the ids were last asked for: all of them are written at once
+        self._buffer, self._prompt, self._written = ids, ids.shape[1], ids.shape[1]
+        self._committed: list[
+            int
+        ] = []  # those behind the first `_written` are not in the ids yet: they are written at once
 
     def __len__(self) -> int:
-        return self._written + len(self._committed)
+        return self._prompt + len(self._committed)
 
     @property
     def ids(self) -> Tensor:
-        if self._committed:
-            old, new = self._written, len(self)
+        old, new = self._written, len(self)
+        if old < new:
             if new > self._buffer.shape[1]:
                 self._buffer = torch.cat([self._buffer[:, :old], self._buffer.new_zeros((1, max(new, 64)))], dim=1)
-            self._buffer[0, old:new] = to_device(self._committed, self._buffer.device)
-            self._written, self._committed = new, []
+            self._buffer[0, old:new] = to_device(self._committed[old - self._prompt :], self._buffer.device)
+            self._written = new
         return self._buffer[:, : self._written]
+
+    def since(self, place: int) -> list[int]:
+        """The tokens from there on. Of the prompt they are read from where it is, and else no device is asked."""
+        if place < self._prompt:
+            return self.ids[0, place:].tolist()
+        return self._committed[place - self._prompt :]
 
     def commit(self, token: int) -> None:
         self._committed.append(token)

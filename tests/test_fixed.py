@@ -13,8 +13,7 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
 from scipy.stats import chisquare
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from stand_in import Replayed
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -44,45 +43,6 @@ CONFIGS = [
     MixtralConfig(**SMALL, intermediate_size=64, num_key_value_heads=2, num_local_experts=4, sliding_window=None),
     Gemma3TextConfig(**GEMMA, sliding_window=6, sliding_window_pattern=3),  # full and sliding layers
 ]
-
-
-class Recorder(TorchDispatchMode):
-    """Writes down which operations are run on which tensors. As with a graph, nothing may be read meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        made = function(*args, **(kwargs or {}))
-        self.steps.append((function, args, kwargs or {}, made))
-        return made
-
-
-class Replayed:
-    """A program as a graph would have it: the same operations on the same buffers, and nothing of Python."""
-
-    made = 0
-    replays = 0
-
-    def __init__(self, program, device, shared):
-        program()
-        with Recorder() as recorder:
-            program()
-        self.steps = recorder.steps
-        Replayed.made += 1
-
-    def __call__(self):
-        made = {}  # what the recording made -> what this replay makes
-        for function, args, kwargs, outputs in self.steps:
-            given = tree_map_only(torch.Tensor, lambda each: made.get(id(each), each), (args, kwargs))
-            new = function(*given[0], **given[1])
-            for old, each in zip(tree_leaves(outputs), tree_leaves(new), strict=True):
-                if isinstance(old, torch.Tensor):
-                    made[id(old)] = each
-        Replayed.replays += 1
 
 
 @pytest.fixture(autouse=True)

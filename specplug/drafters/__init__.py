@@ -65,6 +65,12 @@ class Request:
     tree: bool = False  # trees are going to be asked for: by `propose_tree` and `observe_path`
     judge: Judge | None = None  # asked before each draft, by its distribution, whether to stop
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well
+    # A row and a number of its tokens -> those behind them, without waiting for a device; None where they have to be read from it.
+    since: Callable[[int, int], list[int]] | None = None
+
+    def read(self, ids: Tensor, known: int, row: int | None = None) -> list[int]:
+        """The tokens of a text, (1, T), as `propose` is given it, behind the first `known` ones. `row`: for a session of several."""
+        return ids[0, known:].tolist() if self.since is None else self.since(self.row if row is None else row, known)
 
     @property
     def asks(self) -> bool:

@@ -19,6 +19,7 @@ from specplug import warp
 from specplug.drafters import OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter, ModelRowSession
 from specplug.drafters.translate import TAIL, Reading, Translation
+from specplug.fixed import to_device
 from specplug.verify import race
 
 METHODS = ("auto", "intersection", "string")
@@ -59,7 +60,7 @@ class CrossVocabDrafter(ModelDrafter):
 class CrossVocabSession(ModelRowSession):
     def __init__(self, drafter: CrossVocabDrafter, request: Request, num_rows: int) -> None:
         nameless = LogitsProcessorList([each for each in request.processors if type(each) in warp.NAMELESS])
-        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size, noise=None)
+        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size, noise=None, since=None)
         super().__init__(drafter, own, num_rows)
         self.translation, self.target_vocab_size = drafter.translation, request.vocab_size
         self.noise = request.noise  # of the target's tokens and texts
@@ -69,6 +70,8 @@ class CrossVocabSession(ModelRowSession):
         draws = request.do_sample or request.noise is not None
         self.by_string = drafter.method == "string" or (drafter.method == "auto" and not draws)
         self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
+        self.texts: list[list[int]] = [[] for _ in range(num_rows)]  # in the target's tokens
+        self.read = request.read
         self.held: list[list[int]] = [[] for _ in range(num_rows)]  # the draft's tokens that the cache was fed, per row
         drafted, target = drafter.translation.shared(request.vocab_size)
         self.shared_draft, self.shared_target = drafted.to(self.model.device), target.to(self.model.device)
@@ -80,15 +83,18 @@ class CrossVocabSession(ModelRowSession):
         self.to_target[self.shared_draft] = self.shared_target
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
-        read = {b: self.readings[b].read(texts[b][0].tolist()) for b in active}
+        for b in active:
+            self.texts[b] += self.read(texts[b], len(self.texts[b]), None if len(texts) == 1 else b)
+        read = {b: self.readings[b].read(self.texts[b]) for b in active}
         self.ahead = {b: texts[b].shape[1] - len(read[b]) for b in active}
         for b in active:  # read again, a word may be cut otherwise than when it was drafted
             self.num_right[b] = min(self.num_right[b], _common_prefix(self.held[b], read[b]))
-        own = [torch.tensor([read.get(b, [0])]) for b in range(len(texts))]
+        own = [to_device(read.get(b, [0]), self.model.device)[None] for b in range(len(texts))]
         drafts = super().propose(own, gamma, active)
+        drafted = drafts.tokens.tolist()
         for b, num_fed in self.num_fed.items():
-            self.held[b] = read[b] + drafts.tokens[b, :num_fed].tolist()
-        return self._as_strings(drafts, texts, gamma) if self.by_string else self._as_tokens(drafts, texts)
+            self.held[b] = read[b] + drafted[b][:num_fed]
+        return self._as_strings(drafts, drafted, texts[0], gamma) if self.by_string else self._as_tokens(drafts, texts)
 
     def observe(self, row: int, num_accepted: int) -> None:
         """By string the drafts are not the target's one by one; what still holds is found when the text is read again."""
@@ -121,20 +127,17 @@ class CrossVocabSession(ModelRowSession):
         probs[..., self.shared_target.to(probs.device)] = drafts.probs[..., self.shared_draft.to(probs.device)]
         return drafts._replace(tokens=tokens, probs=probs.to(device))
 
-    def _as_strings(self, drafts: RowProposals, texts: list[Tensor], gamma: int) -> RowProposals:
+    def _as_strings(self, drafts: RowProposals, drafted: list[list[int]], like: Tensor, gamma: int) -> RowProposals:
         """What the drafts say, in the target's tokens."""
         said = [
-            self.translation.continuation(text[0, -TAIL:].tolist(), drafts.tokens[b, :length].tolist())[:gamma]
-            if length
-            else []
-            for b, (text, length) in enumerate(zip(texts, drafts.lengths, strict=True))
+            self.translation.continuation(text[-TAIL:], tokens[:length])[:gamma] if length else []
+            for text, tokens, length in zip(self.texts, drafted, drafts.lengths, strict=True)
         ]
         said = [_below(tokens, self.target_vocab_size) for tokens in said]
         lengths = [len(tokens) for tokens in said]
-        tokens = texts[0].new_zeros((len(texts), max(lengths)))
-        for b, each in enumerate(said):
-            tokens[b, : lengths[b]] = texts[0].new_tensor(each)
-        return RowProposals(tokens, lengths, None, [0] * len(texts))
+        longest = max(lengths)
+        padded = [token for tokens in said for token in (*tokens, *[0] * (longest - len(tokens)))]
+        return RowProposals(to_device(padded, like.device).view(len(said), longest), lengths, None, [0] * len(said))
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:

@@ -5,10 +5,10 @@ match wins, and among equals the most recent one; a match that runs into its own
 followed the latest few matches of each length, the longest first.
 """
 
-import torch
 from torch import Tensor
 
 from specplug.drafters import Proposal, Request
+from specplug.fixed import to_device
 from specplug.tree import Dynamic, Shape, Tree
 
 REMEMBERED = 4  # occurrences of an n-gram that a tree may go back to
@@ -27,12 +27,12 @@ class LookupDrafter:
         self.sizes = range(max_ngram, min_ngram - 1, -1)
 
     def start(self, request: Request) -> "LookupSession":
-        return LookupSession(self.sizes, request.vocab_size)
+        return LookupSession(self.sizes, request)
 
 
 class LookupSession:
-    def __init__(self, sizes: range, vocab_size: int) -> None:
-        self.sizes, self.vocab_size = sizes, vocab_size
+    def __init__(self, sizes: range, request: Request) -> None:
+        self.sizes, self.vocab_size, self.read = sizes, request.vocab_size, request.read
         self.text: list[int] = []
         self.indexed = 0  # n-grams that end before this position are in `following`
         # n-gram -> where its latest occurrences are followed up, the last of them first
@@ -40,18 +40,18 @@ class LookupSession:
         self.num_steps, self.seconds_forward = 0, 0.0
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
-        self.text += ids[0, len(self.text) :].tolist()
+        self.text += self.read(ids, len(self.text))
         self._index()
         starts, matched = self._find(1)
         draft = self._after(starts[0], gamma) if starts else []
-        return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None, matched)
+        return Proposal(to_device(draft, ids.device)[None], None, matched)
 
     def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
-        self.text += ids[0, len(self.text) :].tolist()
+        self.text += self.read(ids, len(self.text))
         self._index()
         starts, matched = self._find(len(self.sizes) * REMEMBERED)
         tokens, tree = merged([self._after(start, shape.depth) for start in starts], shape)
-        return Proposal(torch.tensor([tokens], dtype=torch.long, device=ids.device), None, matched, tree)
+        return Proposal(to_device(tokens, ids.device)[None], None, matched, tree)
 
     def observe(self, num_accepted: int) -> None:
         pass

@@ -11,10 +11,10 @@ import heapq
 import threading
 from collections import Counter, OrderedDict
 
-import torch
 from torch import Tensor
 
 from specplug.drafters import Proposal, Request
+from specplug.fixed import to_device
 from specplug.tree import Dynamic, Shape, Tree
 
 
@@ -85,7 +85,7 @@ class SuffixDrafter:
 
     def start(self, request: Request) -> "SuffixSession":
         counts = self.shared or Counts(self.min_depth, self.max_depth, self.max_runs)
-        return SuffixSession(counts, self.min_probability, request.vocab_size)
+        return SuffixSession(counts, self.min_probability, request)
 
     def forget(self) -> None:
         """What earlier calls wrote, if it was kept."""
@@ -94,14 +94,15 @@ class SuffixDrafter:
 
 
 class SuffixSession:
-    def __init__(self, counts: Counts, min_probability: float, vocab_size: int) -> None:
-        self.counts, self.min_probability, self.vocab_size = counts, min_probability, vocab_size
+    def __init__(self, counts: Counts, min_probability: float, request: Request) -> None:
+        self.counts, self.min_probability = counts, min_probability
+        self.vocab_size, self.read = request.vocab_size, request.read
         self.text: list[int] = []
         self.num_steps, self.seconds_forward = 0, 0.0
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         known = len(self.text)
-        self.text += ids[0, known:].tolist()
+        self.text += self.read(ids, known)
         self.counts.add(self.text, known)
         tail = self.text[-self.counts.depths.start :]
         draft: list[int] = []
@@ -117,11 +118,11 @@ class SuffixSession:
             matched = matched or depth
             draft.append(token)
             tail.append(token)
-        return Proposal(torch.tensor([draft], dtype=torch.long, device=ids.device), None, matched)
+        return Proposal(to_device(draft, ids.device)[None], None, matched)
 
     def propose_tree(self, ids: Tensor, shape: Shape) -> Proposal:
         known = len(self.text)
-        self.text += ids[0, known:].tolist()
+        self.text += self.read(ids, known)
         self.counts.add(self.text, known)
         tokens: list[int] = []
         parents: list[int] = []
@@ -151,7 +152,7 @@ class SuffixSession:
             num_children.append(0)
             if depth + 1 < shape.depth:
                 add_children(len(tokens), -share)
-        drafts = torch.tensor([tokens], dtype=torch.long, device=ids.device)
+        drafts = to_device(tokens, ids.device)[None]
         return Proposal(drafts, None, matched if tokens else 0, Tree(parents))
 
     def observe(self, num_accepted: int) -> None:
