@@ -9,6 +9,7 @@ on the CPU needs a C++ compiler, takes minutes, and rounds differently; where th
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -17,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.jit import TracerWarning
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
@@ -250,7 +251,7 @@ def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Ten
 
     `others`: the same with other sizes wherever sizes may be others. Raises ValueError if `forward` decides anything by what it sees.
     """
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, _masks_as_untraced():
         warnings.simplefilter("always")
         # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
         graph, _ = torch._C._create_graph_by_tracing(forward, tuple(inputs), lambda _: "", True, False, None, [])
@@ -259,6 +260,17 @@ def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Ten
         if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
     return recording
+
+
+@contextlib.contextmanager
+def _masks_as_untraced() -> Iterator[None]:
+    """Older transformers, 5.17 among them, makes masks wherever anything is traced, where one position needs none."""
+    is_tracing = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda *_: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = is_tracing
 
 
 def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
