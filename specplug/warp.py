@@ -11,7 +11,17 @@ from typing import Any
 import torch
 import transformers.generation.logits_process as library
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
+
+
+class Only(LogitsProcessor):
+    """Takes from a draft the tokens that it may not say: `silent`, (V,) bool."""
+
+    def __init__(self, silent: Tensor) -> None:
+        self.silent = silent
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self.silent, float("-inf"))
 
 
 def _known(*names: str) -> frozenset[type]:
@@ -29,10 +39,14 @@ NAMELESS = _known(
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
 )
-POINTWISE = NAMELESS | _known(
-    "SuppressTokensLogitsProcessor",
-    "LogitNormalization",
-    "InfNanRemoveLogitsProcessor",
+POINTWISE = (
+    NAMELESS
+    | _known(
+        "SuppressTokensLogitsProcessor",
+        "LogitNormalization",
+        "InfNanRemoveLogitsProcessor",
+    )
+    | {Only}
 )
 # Pure functions of the prefix and the logits: safe on a draft's logits too, on prefixes that may yet be rejected.
 STATELESS = POINTWISE | _known(

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, noisy_copy, prompt
+from conftest import letters, make_model, noisy_copy, prompt
 from stand_in import CUDA, Device, OnDevice
 
 import specplug
 from specplug import fixed, launches
 from specplug.cache import NAME
+from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.plugin import models_of
 from specplug.schedule import ConfidenceSchedule
 
@@ -204,3 +205,27 @@ def test_a_pipeline_leaves_the_target_where_it_was_asked_for(device):
     pipe = specplug.pipeline("target.device=cuda:0", "draft=lookup", "sampling.max_new_tokens=4")
     assert pipe.device == pipe.model.device == CUDA
     assert pipe("The cat")[0]["generated_text"] and specplug.attached(pipe).last.engine == "rounds"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("method", "expected_waits"), [("intersection", 1), ("string", 2)])
+def test_a_draft_with_another_tokenizer(device, method, expected_waits, rows):
+    """What it says by string has to be read, to be cut anew."""
+    target, _ = models()
+    draft = make_model(seed=5).requires_grad_(False)
+    alphabet = [chr(ord("0") + number) for number in range(64)]
+    call = dict(max_new_tokens=18, pad_token_id=0, do_sample=False)
+    given = padded([9] if rows == 1 else [5, 9, 7])
+    expected = target.generate(**given, **call).tolist()
+    device.put(target)
+    device.put(draft)
+    drafter = CrossVocabDrafter(draft, letters(alphabet[::-1]), letters(alphabet), method)
+    with specplug.attach(target, drafter, gamma=3, engine="rounds") as plugin:
+        waits, found = waits_a_round(device, plugin, lambda: target.generate(**there(given), **call))
+        assert any(program.graph for kept in fixed._IDLE[draft] for program in kept.programs.values())
+        target.generate(**there(given), **call | SAMPLED)
+        target.generate(**there(given), **call | SAMPLED, specplug={"seed": 5})
+    assert found.tolist() == expected
+    assert (
+        expected_waits - 0.2 < waits <= expected_waits
+    )  # where there is no room left for drafts there are none to read

@@ -9,7 +9,8 @@ Either way the draft reads the text in its own tokens, see translate.py, and its
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from specplug import warp
 from specplug.drafters import OneRow, Request, RowProposals
-from specplug.drafters.model import ModelDrafter, ModelRowSession
+from specplug.drafters.model import ModelDrafter
 from specplug.drafters.translate import TAIL, Reading, Translation
 from specplug.fixed import to_device
-from specplug.verify import race
+from specplug.noise import Noise
 
 METHODS = ("auto", "intersection", "string")
 
@@ -50,90 +51,137 @@ class CrossVocabDrafter(ModelDrafter):
                 " draft.cross_vocab=string"
             )
 
+        self._shared: dict[int, Shared] = {}  # by the size of the target's vocabulary
+
     def start(self, request: Request) -> "OneRow":
         return OneRow(CrossVocabSession(self, request, 1))
 
     def start_rows(self, request: Request, num_rows: int) -> "CrossVocabSession":
         return CrossVocabSession(self, request, num_rows)
 
+    def shared(self, target_size: int) -> "Shared":
+        """Made once: a graph of the draft's loop goes by the very tensors."""
+        if target_size not in self._shared:
+            device = self.model.device
+            drafted, target = (each.to(device) for each in self.translation.shared(target_size))
+            silent = torch.ones(self.vocab_size, dtype=torch.bool, device=device)
+            silent[drafted] = False
+            to_target = torch.zeros(self.vocab_size, dtype=torch.long, device=device)
+            to_target[drafted] = target
+            self._shared[target_size] = Shared(drafted, target, silent, to_target)
+        return self._shared[target_size]
 
-class CrossVocabSession(ModelRowSession):
+
+class Shared(NamedTuple):
+    """The tokens that both have, where the draft is."""
+
+    draft: Tensor  # (S,) their ids
+    target: Tensor  # (S,) the target's ids of the same
+    silent: Tensor  # (V_draft,) the others
+    to_target: Tensor  # (V_draft,) the target's id, 0 for the others
+
+
+class SharedNoise:
+    """The noise of the target's draws by the draft's ids. `ahead`: of each row, how many tokens its text has more for the target."""
+
+    def __init__(self, noise: Noise, shared: Shared, target_size: int) -> None:
+        self.noise, self.tokens, self.target_size = noise, shared, target_size
+        self.ahead: dict[int, int] = {}
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """The target's own noise is told."""
+
+    def of(self, rows: Sequence[int], lengths: Sequence[int], like: Tensor) -> Tensor:
+        texts = [length + self.ahead[row] for row, length in zip(rows, lengths, strict=True)]
+        found = self.noise.of(rows, texts, like.new_empty((len(rows), self.target_size)))
+        noise = torch.full_like(like, float("inf"))  # with which nothing is won
+        noise[:, self.tokens.draft] = found[:, self.tokens.target].to(noise)
+        return noise
+
+
+class CrossVocabSession:
+    """A session of the draft's own, which is given each text in the draft's tokens. Read again, a word may be cut otherwise than when it was
+    drafted, so what its cache holds is compared with the text each time."""
+
     def __init__(self, drafter: CrossVocabDrafter, request: Request, num_rows: int) -> None:
-        nameless = LogitsProcessorList([each for each in request.processors if type(each) in warp.NAMELESS])
-        own = dataclasses.replace(request, processors=nameless, vocab_size=drafter.vocab_size, noise=None, since=None)
-        super().__init__(drafter, own, num_rows)
         self.translation, self.target_vocab_size = drafter.translation, request.vocab_size
-        self.noise = request.noise  # of the target's tokens and texts
-        self.ahead: dict[
-            int, int
-        ] = {}  # of each row, how many tokens its text has more for the target than for the draft
         draws = request.do_sample or request.noise is not None
         self.by_string = drafter.method == "string" or (drafter.method == "auto" and not draws)
+        self.shared, self.device = drafter.shared(request.vocab_size), drafter.model.device
+        processors = [each for each in request.processors if type(each) in warp.NAMELESS]
+        self.noise: SharedNoise | None = None
+        if not self.by_string:
+            processors.insert(0, warp.Only(self.shared.silent))
+            if request.noise is not None:
+                self.noise = SharedNoise(request.noise, self.shared, request.vocab_size)
+        own = dataclasses.replace(
+            request,
+            processors=LogitsProcessorList(processors),
+            vocab_size=drafter.vocab_size,
+            noise=self.noise,
+            since=None,
+        )
+        self.drafts = drafter.start_for(own, num_rows)
+        self.names = list(range(num_rows)) if num_rows > 1 else [request.row]
+        self.read = request.read
         self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
         self.texts: list[list[int]] = [[] for _ in range(num_rows)]  # in the target's tokens
-        self.read = request.read
-        self.held: list[list[int]] = [[] for _ in range(num_rows)]  # the draft's tokens that the cache was fed, per row
-        drafted, target = drafter.translation.shared(request.vocab_size)
-        self.shared_draft, self.shared_target = drafted.to(self.model.device), target.to(self.model.device)
-        self.silent = torch.ones(drafter.vocab_size, dtype=torch.bool, device=self.model.device)
-        self.silent[self.shared_draft] = False
-        self.to_draft = torch.zeros(request.vocab_size, dtype=torch.long, device=self.model.device)
-        self.to_draft[self.shared_target] = self.shared_draft
-        self.to_target = torch.zeros(drafter.vocab_size, dtype=torch.long, device=self.model.device)
-        self.to_target[self.shared_draft] = self.shared_target
+        # Of each row, in the draft's tokens: the text as it was read last, and, by string, the drafts behind it that are in the cache.
+        self.held: list[list[int]] = [[] for _ in range(num_rows)]
+        self.num_kept = [0] * num_rows  # drafts in the cache that the target kept, where they are its tokens one by one
+
+    @property
+    def num_steps(self) -> int:
+        steps: int = self.drafts.num_steps
+        return steps
+
+    @property
+    def seconds_forward(self) -> float:
+        seconds: float = self.drafts.seconds_forward
+        return seconds
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        read: dict[int, list[int]] = {}
         for b in active:
-            self.texts[b] += self.read(texts[b], len(self.texts[b]), None if len(texts) == 1 else b)
-        read = {b: self.readings[b].read(self.texts[b]) for b in active}
-        self.ahead = {b: texts[b].shape[1] - len(read[b]) for b in active}
-        for b in active:  # read again, a word may be cut otherwise than when it was drafted
-            self.num_right[b] = min(self.num_right[b], _common_prefix(self.held[b], read[b]))
-        own = [to_device(read.get(b, [0]), self.model.device)[None] for b in range(len(texts))]
-        drafts = super().propose(own, gamma, active)
-        drafted = drafts.tokens.tolist()
-        for b, num_fed in self.num_fed.items():
-            self.held[b] = read[b] + drafted[b][:num_fed]
-        return self._as_strings(drafts, drafted, texts[0], gamma) if self.by_string else self._as_tokens(drafts, texts)
+            new = self.read(texts[b], len(self.texts[b]), self.names[b])
+            self.texts[b] += new
+            read[b] = self.readings[b].read(self.texts[b])
+            held = self.held[b] + [self.translation.to_draft.get(token, -1) for token in new[: self.num_kept[b]]]
+            self.drafts.hold(b, min(_common_prefix(held, read[b]), len(read[b]) - 1))
+            self.held[b], self.num_kept[b] = read[b], 0
+            if self.noise is not None:
+                self.noise.ahead[self.names[b]] = len(self.texts[b]) - len(read[b])
+        if any(len(each) < 2 for each in read.values()):  # a draft begins with the last two tokens
+            return RowProposals.none(torch.cat([text[:, -1:] for text in texts]))
+        own = [to_device(read.get(b, [0]), self.device)[None] for b in range(len(texts))]
+        drafts = self.drafts.propose(own, gamma, active)
+        return self._as_strings(drafts, texts[0], gamma) if self.by_string else self._as_tokens(drafts, texts[0])
 
     def observe(self, row: int, num_accepted: int) -> None:
-        """By string the drafts are not the target's one by one; what still holds is found when the text is read again."""
-        super().observe(row, self.num_fed.get(row, 0) if self.by_string else num_accepted)
+        """What still holds is found when the text is read again; of drafts that are the target's one by one it is known already."""
+        in_cache = self.drafts.fed(row)
+        if not self.by_string:
+            in_cache = self.num_kept[row] = min(in_cache, num_accepted)
+        self.drafts.observe(row, in_cache)
 
-    def _forward(self, new: Tensor, padded: bool = False, **inputs: Any) -> Tensor:
-        logits = super()._forward(new, padded, **inputs)
-        return logits if self.by_string else logits.masked_fill(self.silent, float("-inf"))
-
-    def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:
-        """With the noise of the target's own draws: the same race, over the tokens that both have."""
-        if self.noise is None or self.by_string:
-            return super()._draw(scores, probs, rows, lengths)
-        drawn_from = scores.softmax(-1)
-        if self.request.unsure(drawn_from, drawn_from.amax(-1)):
-            return None
-        named = drawn_from.new_zeros((len(rows), self.target_vocab_size))
-        named[:, self.shared_target] = drawn_from[:, self.shared_draft]
-        own_rows = [self.request.row] if len(self.readings) == 1 else rows
-        texts = [length + self.ahead[row] for row, length in zip(rows, lengths, strict=True)]
-        return self.to_draft[race(named, self.noise.of(own_rows, texts, named))]
-
-    def _as_tokens(self, drafts: RowProposals, texts: list[Tensor]) -> RowProposals:
+    def _as_tokens(self, drafts: RowProposals, like: Tensor) -> RowProposals:
         """The same tokens and their distribution by the target's ids."""
-        device = texts[0].device
-        tokens = self.to_target[drafts.tokens.to(self.model.device)].to(device)
-        if drafts.probs is None:
-            return drafts._replace(tokens=tokens)
-        probs = drafts.probs.new_zeros((*tokens.shape, self.target_vocab_size))
-        probs[..., self.shared_target.to(probs.device)] = drafts.probs[..., self.shared_draft.to(probs.device)]
-        return drafts._replace(tokens=tokens, probs=probs.to(device))
+        tokens = self.shared.to_target[drafts.tokens]
+        probs = None
+        if drafts.probs is not None:
+            probs = drafts.probs.new_zeros((*tokens.shape, self.target_vocab_size))
+            probs[..., self.shared.target] = drafts.probs[..., self.shared.draft]
+            probs = probs.to(like.device)
+        return drafts._replace(tokens=tokens.to(like.device), probs=probs)
 
-    def _as_strings(self, drafts: RowProposals, drafted: list[list[int]], like: Tensor, gamma: int) -> RowProposals:
+    def _as_strings(self, drafts: RowProposals, like: Tensor, gamma: int) -> RowProposals:
         """What the drafts say, in the target's tokens."""
-        said = [
-            self.translation.continuation(text[-TAIL:], tokens[:length])[:gamma] if length else []
-            for text, tokens, length in zip(self.texts, drafted, drafts.lengths, strict=True)
-        ]
-        said = [_below(tokens, self.target_vocab_size) for tokens in said]
+        said: list[list[int]] = []
+        for b, tokens in enumerate(drafts.tokens.tolist()):
+            self.held[b] = self.held[b] + tokens[: self.drafts.fed(b)]
+            drafted = tokens[: drafts.lengths[b]]
+            made = self.translation.continuation(self.texts[b][-TAIL:], drafted)[:gamma] if drafted else []
+            said.append(_below(made, self.target_vocab_size))
         lengths = [len(tokens) for tokens in said]
         longest = max(lengths)
         padded = [token for tokens in said for token in (*tokens, *[0] * (longest - len(tokens)))]

@@ -137,6 +137,14 @@ class FixedDraft(Forward):
         self.num_steps += gamma
         self.begun = Begun(gamma, text.shape[1] + 1)  # and as many more as are kept, see observe
 
+    def fed(self, row: int) -> int:
+        """How many of the row's drafts are in the cache, until they are judged."""
+        return self.num_fed.get(row, 0)
+
+    def hold(self, row: int, length: int) -> None:
+        """No more than so many leading tokens of the row's text are as they were."""
+        self.num_right[row] = min(self.num_right[row], length)
+
     def observe(self, row: int, num_accepted: int) -> None:
         """The drafts that were fed are in the cache; those that the target kept may stay."""
         self.num_right[row] += min(self.num_fed.pop(row, 0), num_accepted)
@@ -266,6 +274,8 @@ def _key(request: Request) -> Hashable | None:
     found: list[Any] = [request.do_sample, request.vocab_size]
     for each in processors:
         values = sorted(vars(each).items())
+        if type(each) is warp.Only:
+            values = [("silent", id(each.silent))]  # the same for all calls with one drafter, and kept by the program
         if any(type(value) not in PLAIN for _, value in values):
             return None
         found.append((type(each), *values))

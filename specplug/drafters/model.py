@@ -6,6 +6,7 @@ whose noise is known, the draft runs the same races, and has nothing to state ei
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ class ModelDrafter:
 
     def start_rows(self, request: Request, num_rows: int) -> RowSession:
         return (FixedDraft if self._fixed(request, num_rows) else ModelRowSession)(self, request, num_rows)
+
+    def start_for(self, request: Request, num_rows: int) -> Any:
+        """A session for so many rows, also for one, of which texts may be other ones each time: with `fed` and `hold`."""
+        if self._fixed(request, num_rows):
+            return FixedDraft(self, request, num_rows)
+        return OneOfRows(ModelSession(self, request)) if num_rows == 1 else ModelRowSession(self, request, num_rows)
 
     def _fixed(self, request: Request, num_rows: int) -> bool:
         """Whether to draft on a ragged cache; not where each row of a batch has a session, and with it a cache, of its own."""
@@ -92,6 +99,38 @@ class ModelSession(Forward):
             crop(self.cache, rejected)
             self.num_cached -= rejected
             self.num_text = self.num_cached  # until the next proposal there is nothing more to take back
+
+
+class OneOfRows:
+    """The session of one sequence as one for several."""
+
+    def __init__(self, session: ModelSession) -> None:
+        self.session = session
+
+    @property
+    def num_steps(self) -> int:
+        return self.session.num_steps
+
+    @property
+    def seconds_forward(self) -> float:
+        return self.session.seconds_forward
+
+    def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
+        proposal = self.session.propose(texts[0], gamma)
+        return RowProposals(proposal.tokens, [proposal.tokens.shape[1]], proposal.probs, [0])
+
+    def fed(self, row: int) -> int:
+        """How many of its drafts are in the cache, until they are judged."""
+        return max(self.session.num_cached - self.session.num_text, 0)
+
+    def hold(self, row: int, length: int) -> None:
+        """No more than so many leading tokens of its text are as they were."""
+        if self.session.cache is not None and self.session.num_cached > length:
+            crop(self.session.cache, self.session.num_cached - length)
+            self.session.num_cached = length
+
+    def observe(self, row: int, num_accepted: int) -> None:
+        self.session.observe(num_accepted)
 
 
 class TreeModelSession(ModelSession):
@@ -207,6 +246,14 @@ class ModelRowSession(Forward):
             all_probs[active] = drawn_from
         made = [len(tokens) if b in lengths else 0 for b in range(len(texts))]
         return RowProposals(stacked, made, all_probs, [0] * len(texts))
+
+    def fed(self, row: int) -> int:
+        """How many of the row's drafts are in the cache, until they are judged."""
+        return self.num_fed.get(row, 0)
+
+    def hold(self, row: int, length: int) -> None:
+        """No more than so many leading tokens of the row's text are as they were."""
+        self.num_right[row] = min(self.num_right[row], length)
 
     def observe(self, row: int, num_accepted: int) -> None:
         """The drafts that were fed are in the cache; those that the target kept may stay."""
