@@ -135,7 +135,7 @@ class JunkSession:
         self.calls += 1
         if self.fails and self.calls == 4:
             raise RuntimeError("out of memory")
-        return Proposal((ids[:, -1:] + torch.arange(1, gamma + 1)) % self.request.vocab_size, None)
+        return Proposal((ids[:, -1:] + torch.arange(1, gamma + 1, device=ids.device)) % self.request.vocab_size, None)
 
     def observe(self, num_accepted):
         pass
