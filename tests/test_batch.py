@@ -9,6 +9,8 @@ from test_exact_sampling import SETTINGS, TOKENS, V, arguments, exact_law, pvalu
 from transformers import GenerationMixin
 
 import specplug
+from specplug.drafters import Proposal
+from specplug.drafters.model import ModelDrafter
 
 NEW = 30
 ROWWISE = [name for name in PROCESSORS if name not in ("prefix allowed", "guidance")]
@@ -102,6 +104,38 @@ def test_a_wrong_alignment_is_caught(monkeypatch):
     monkeypatch.setattr(specplug.batch.caches, "align", lambda c, remove, n: align(c, torch.zeros_like(remove), n))
     with specplug.attach(goal, draft, engine="rounds", gamma=4, graph="off"):
         assert not torch.equal(goal.generate(**call), plain)
+
+
+class DrawnInSomeRows(ModelDrafter):
+    """A chain's lookup finds something for one sequence, and its model drafts for the others: here for the first and by turns."""
+
+    start_rows = None
+
+    def start(self, request):
+        session = super().start(request)
+        propose = session.propose
+
+        def sometimes(ids, gamma):
+            proposal = propose(ids, gamma)
+            if (request.row + ids.shape[1]) % 2:
+                return proposal
+            return Proposal(torch.full_like(proposal.tokens, V - 1 - request.row), None)
+
+        session.propose = sometimes
+        return session
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_rows_with_drafts_that_were_drawn_and_others_have_the_law(target, rule):  # noqa: F811
+    law = exact_law(target, {})
+    ids, counts = torch.tensor([[3, 4, 5, 3, 4]]).repeat(3, 1), torch.zeros(V**TOKENS, dtype=torch.float64)
+    torch.manual_seed(0)
+    draft = DrawnInSomeRows(noisy_copy(target, scale=0.1))
+    with specplug.attach(target, draft, gamma=2, engine="rounds", verify=rule):
+        for _ in range(500):
+            for row in target.generate(ids, **arguments({}))[:, -TOKENS:].tolist():
+                counts[(row[0] * V + row[1]) * V + row[2]] += 1
+    assert pvalue(counts, law) > 1e-6
 
 
 @pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k", "repetition penalty"])

@@ -135,7 +135,8 @@ class RowProposals(NamedTuple):
 
     tokens: Tensor  # (B, G) token ids, padded with 0 behind the row's last draft
     lengths: list[int]  # drafts of each row, 0 to G; 0 for a row that was not asked for
-    probs: Tensor | None  # (B, G, V) that each token was really drawn from; None for tokens that were not drawn
+    # (B, G, V) that each token was really drawn from; None for tokens that were not drawn, and 1 at each of them where other rows' were.
+    probs: Tensor | None
     buckets: list[int]
 
     @classmethod
@@ -184,13 +185,17 @@ class RowByRow:
         proposals = {b: self.sessions[b].propose(texts[b], gamma) for b in active}
         lengths = [proposals[b].tokens.shape[1] if b in proposals else 0 for b in range(len(texts))]
         tokens = texts[0].new_zeros((len(texts), max(lengths)))
-        probs = None
         for b, proposal in proposals.items():
             tokens[b, : lengths[b]] = proposal.tokens[0]
-            if proposal.probs is not None:
-                if probs is None:
-                    probs = proposal.probs.new_zeros((*tokens.shape, proposal.probs.shape[-1]))
-                probs[b, : lengths[b]] = proposal.probs[0]
+        probs = None
+        stated = next((each.probs for each in proposals.values() if each.probs is not None), None)
+        if stated is not None:
+            probs = stated.new_zeros((*tokens.shape, stated.shape[-1]))
+            # Of rows whose tokens were not drawn each is the only one that there could have been.
+            probs.scatter_(-1, tokens[..., None], 1.0)
+            for b, proposal in proposals.items():
+                if proposal.probs is not None:
+                    probs[b, : lengths[b]] = proposal.probs[0]
         buckets = [proposals[b].bucket if b in proposals else 0 for b in range(len(texts))]
         return RowProposals(tokens, lengths, probs, buckets)
 
