@@ -14,6 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specplug
 from specplug.drafters import Proposal
+from specplug.drafters.chain import ChainDrafter
+from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter, ModelSession
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
@@ -77,13 +79,15 @@ def exact_law(target, settings) -> torch.Tensor:
     return torch.tensor(law, dtype=torch.float64)
 
 
-def sampled_counts(target, draft, settings, gamma=2, schedule=None, rule="block") -> torch.Tensor:
+def sampled_counts(target, draft, settings, gamma=2, schedule=None, rule="block", more=1) -> torch.Tensor:
+    """`more` tokens than are looked at: without one the first round has no room for two drafts."""
     torch.manual_seed(0)
     counts = torch.zeros(V**TOKENS, dtype=torch.float64)
     schedule = schedule or FixedSchedule(gamma)
     with specplug.attach(target, draft, schedule=schedule, engine="rounds", verify=rule) as plugin:
         for _ in range(SAMPLES):
-            a, b, c = target.generate(PROMPT, **arguments(settings))[0, -TOKENS:].tolist()
+            call = arguments(settings) | {"max_new_tokens": TOKENS + more}
+            a, b, c = target.generate(PROMPT, **call)[0, PROMPT.shape[1] :][:TOKENS].tolist()
             counts[(a * V + b) * V + c] += 1
     assert 0.02 < plugin.stats.alpha < 1, "a draft that always or never agrees tests nothing"
     return counts
@@ -106,7 +110,7 @@ def pvalue(counts: torch.Tensor, law: torch.Tensor) -> float:
 def test_samples_have_the_law_of_the_target(target, drafter, settings):
     law = exact_law(target, SETTINGS[settings])
     assert law.sum().item() == pytest.approx(1)
-    draft = noisy_copy(target, scale=0.1) if drafter == "model" else specplug.drafters.lookup.LookupDrafter(min_ngram=1)
+    draft = noisy_copy(target, scale=0.1) if drafter == "model" else LookupDrafter(min_ngram=1)
     assert pvalue(sampled_counts(target, draft, SETTINGS[settings]), law) > 1e-6
 
 
@@ -126,6 +130,15 @@ class Timed(AdaptiveSchedule):
 def test_a_schedule_does_not_change_the_law(target, schedule):
     law = exact_law(target, {})
     assert pvalue(sampled_counts(target, noisy_copy(target, scale=0.1), {}, schedule=schedule), law) > 1e-6
+
+
+def test_a_chain_keeps_the_law_where_its_first_member_is_unsure(target):
+    """How many tokens a draft draws before it is unsure depends on what they are; so they must not be left out for being few."""
+    settings = {"temperature": 1.5}
+    draft = ChainDrafter([ModelDrafter(noisy_copy(target, scale=0.1)), LookupDrafter(min_ngram=1)])
+    counts = sampled_counts(target, draft, settings, schedule=ConfidenceSchedule(2, 0.6), more=2)
+    assert pvalue(counts, exact_law(target, settings)) > 1e-6
+    assert all(each["kept"] for each in draft.counts)
 
 
 @pytest.mark.parametrize("settings", ["plain", "temperature 0.7", "repetition penalty"])

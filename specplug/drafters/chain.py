@@ -71,8 +71,10 @@ class ChainSession:
         for place, session in enumerate(self.sessions):
             proposal = propose(session)
             num_drafts = proposal.tokens.shape[1]
-            last = place == len(self.sessions) - 1
-            if num_drafts >= min(self.chain.min_drafts, gamma) or (last and num_drafts):
+            # Tokens that were drawn are never left out for being few: how many there are may depend on what they are (a draft stops
+            # where it is unsure), and of those that are not left out the law would then be another than is stated.
+            settled = place == len(self.sessions) - 1 or proposal.probs is not None
+            if num_drafts >= min(self.chain.min_drafts, gamma) or (settled and num_drafts):
                 self.asked = place
                 with self.chain.lock:
                     self.chain.counts[place].update(proposals=1, drafts=num_drafts)
