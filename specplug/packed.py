@@ -24,10 +24,15 @@ from specplug.capture import MAX_WIDTH
 NAME = "specplug_packed"
 
 
-def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
-    """What transformers calls with queries (B, H, W, D), keys and values (B, H / groups, T, D), and a mask (B or 1, 1, W, T)."""
+def packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> Any:
+    """What transformers calls with queries (B, H, W, D), keys and values (B, H / groups, T, D), and a mask (B or 1, 1, W, T).
+
+    Names are those of transformers' functions, since some models give the mask by name.
+    """
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    width = query.shape[2]
+    width, mask = query.shape[2], attention_mask
     if (
         mask is None
         or not 1 < width <= MAX_WIDTH
