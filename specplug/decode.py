@@ -88,6 +88,7 @@ def _positions_change(
 
 
 def why_not_rounds(
+    model: PreTrainedModel,
     input_ids: Tensor,
     config: GenerationConfig,
     processors: LogitsProcessorList,
@@ -112,7 +113,7 @@ def why_not_rounds(
     if len(input_ids) > 1:
         if config.do_sample and rule == "walk":
             return "verify=walk follows the random stream, from which a batch draws for all its sequences at once"
-        return why_not_batch(input_ids, config, processors, criteria, streamer, model_kwargs)
+        return why_not_batch(model, input_ids, config, processors, criteria, streamer, model_kwargs)
     return None
 
 
