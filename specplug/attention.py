@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specplug.cache import NAME
 from specplug.config import first_line
@@ -30,6 +32,11 @@ def why_not_attention(model: Any) -> str | None:
         f"transformers makes no masks for its attention, {kind}, so that drafts would be seen by what stands before them; load it with"
         " attn_implementation=sdpa, or register a mask function under that name too"
     )
+
+
+def own_sdpa() -> bool:
+    """Whether sdpa is transformers' function: callers may register another under that name."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
 def takes_positions(model: Any) -> bool:

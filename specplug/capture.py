@@ -12,12 +12,14 @@ Served: stock modules of torch and transformers without hooks, sdpa attention, a
 import functools
 import inspect
 import logging
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
+from specplug.attention import own_sdpa
 from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.config import first_line
 from specplug.folding import folded
@@ -295,6 +298,10 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
     state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]
     for module in modules:
         state += type(module), type(module).forward, *plain_values(module)
+    for name in dict.fromkeys(
+        type(module).__module__ for module in modules
+    ):  # functions that callers put in the place of others
+        state += [each for each in vars(sys.modules[name]).values() if type(each) is FunctionType]
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         state += plain_values(config)
     known = _KNOWN.get(model)
@@ -336,6 +343,8 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
         return "the call runs under a mode that watches operations"
     if model.config._attn_implementation != "sdpa":
         return f"its attention is {model.config._attn_implementation}, and only sdpa is recorded"
+    if not own_sdpa():
+        return "sdpa is a function of the caller's"
     if not _takes_positions(type(model).forward):
         return "its forward takes no position_ids"
     if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from specplug.attention import own_sdpa
 from specplug.capture import MAX_WIDTH
 
 NAME = "specplug_packed"
@@ -57,7 +58,8 @@ def packed(
 @contextlib.contextmanager
 def swapped(kernel: str, *models: Any) -> Iterator[None]:
     """Within it, the attention of `models` is packed where it is served, unless `kernel` is "torch"."""
-    modules = [] if kernel == "torch" else [each for model in models for each in model.modules() if _serves(each)]
+    served = kernel != "torch" and own_sdpa()
+    modules = [each for model in models for each in model.modules() if _serves(each)] if served else []
     entered: list[nn.Module] = []
     try:
         with _ENTERING:

@@ -9,7 +9,17 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, MixtralConfig, OPTConfig, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 import specplug
 from specplug import capture
@@ -185,6 +195,32 @@ def test_a_class_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
     monkeypatch.setattr(norm, "forward", lambda self, x: original(self, x) * 1.5)
     after = run(model, WIDTHS)
     assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_a_function_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
+    model = make_model("llama")
+    before = run(model, WIDTHS)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda query, key, *args, **kwargs: (query, key))
+    after = run(model, WIDTHS)
+    assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_another_function_under_the_name_of_sdpa_is_used(monkeypatch):
+    """Registered by the caller before or after passes were recorded, in calls that pack attention elsewhere."""
+    model = make_model("llama")
+    call = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
+
+    def twice(*args, **kwargs):
+        found, weights = sdpa_attention_forward(*args, **kwargs)
+        return found * 2, weights
+
+    with specplug.attach(model, noisy_copy(model), gamma=3) as plugin:
+        plugin.record_after = 0
+        before = model.generate(prompt(9), **call)
+        assert recordings(model)
+        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", twice)
+        found = model.generate(prompt(9), **call)
+    assert torch.equal(found, model.generate(prompt(9), **call)) and not torch.equal(found, before)
 
 
 def test_what_one_thread_refuses_no_other_uses():
