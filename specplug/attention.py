@@ -7,12 +7,14 @@ are tried out on a few tokens.
 """
 
 import inspect
+import sys
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,6 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from specplug.cache import NAME
 from specplug.config import first_line
 
+# What models of transformers import to mask what is out of a window, or in another chunk.
+WINDOWED = ("create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate")
 _FOUND: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -27,7 +31,7 @@ def why_not_attention(model: Any) -> str | None:
     """None if passes over drafts are masked, else the reason why they are not."""
     kind = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if kind is None or kind in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-        return _why_not_causal(model)
+        return _why_not_window(model) or _why_not_causal(model)
     return (
         f"transformers makes no masks for its attention, {kind}, so that drafts would be seen by what stands before them; load it with"
         " attn_implementation=sdpa, or register a mask function under that name too"
@@ -42,6 +46,19 @@ def own_sdpa() -> bool:
 def takes_positions(model: Any) -> bool:
     """Whether its forward is told where tokens stand; else it counts from the start of its cache, padding included."""
     return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def _why_not_window(model: Any) -> str | None:
+    """None if several positions are kept from what is out of the window of the first, as one is by the cache alone."""
+    name = type(model).__module__
+    if not name.startswith("transformers.") or not getattr(model.config.get_text_config(), "sliding_window", None):
+        return None  # masks of other models are not known
+    layers = DynamicCache(config=model.config).layers
+    if any(each in vars(sys.modules[name]) for each in WINDOWED) or not any(
+        type(layer) is DynamicSlidingWindowLayer for layer in layers
+    ):
+        return None
+    return f"{type(model).__name__} has a window in its cache and none in its masks, so that drafts would see beyond it"
 
 
 def _why_not_causal(model: Any) -> str | None:

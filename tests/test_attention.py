@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
-from transformers import AttentionInterface, BartForCausalLM, BertConfig, BertLMHeadModel, BloomForCausalLM
+from transformers import (
+    AttentionInterface,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
 
@@ -188,6 +196,20 @@ def test_what_only_may_look_ahead_is_tried_out():
     assert "with others behind it" in attention.why_not_attention(model)
     model.config.is_causal = True
     assert attention.why_not_attention(model) is None
+
+
+def test_windows_that_are_in_the_cache_alone_are_decoded_plainly(caplog, monkeypatch):
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    model = MoshiForCausalLM(MoshiConfig(**shape, vocab_size=64, sliding_window=8, initializer_range=0.3)).eval()
+    draft, call = noisy_copy(model), CALL | {"max_new_tokens": 40}
+    plain = model.generate(prompt(9), **call)
+    with specplug.attach(model, draft, gamma=3) as plugin:
+        assert torch.equal(model.generate(prompt(9), **call), plain)
+        assert plugin.last.engine == "plain" and "none in its masks" in caplog.text
+        monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
+        assert not torch.equal(model.generate(prompt(9), **call), plain), "the negative control"
+    assert attention.why_not_attention(make_model("mistral")) is None
 
 
 @pytest.mark.parametrize("kind", [BartForCausalLM, BloomForCausalLM])
