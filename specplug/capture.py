@@ -9,9 +9,11 @@ on the CPU needs a C++ compiler, takes minutes, and rounds differently; where th
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
 
+import builtins
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 import time
@@ -173,6 +175,11 @@ class Recording:
         try:
             logits: Tensor = self.replay(*inputs, *weights)
             return logits
+        except RuntimeError as error:
+            raised = as_raised(error)
+            if raised is error:
+                raise
+            raise raised from error
         finally:
             torch._C._set_graph_executor_optimize(before)
 
@@ -185,6 +192,25 @@ class Recording:
     def _refuse(self, reason: str) -> None:
         self.refused, self.ready = True, set()
         log.debug("specplug: passes are not captured: %s", reason)
+
+
+def as_raised(error: RuntimeError) -> BaseException:
+    """What Python raised where a replay comes to an operation of ours: Ctrl-C, or what a handler of signals raises.
+
+    torch makes of it a RuntimeError that has its name and its text.
+    """
+    found = re.search(r"^RuntimeError: (\w+): (.*?)\n\nAt:\n", str(error), re.MULTILINE | re.DOTALL)
+    kind = getattr(builtins, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return error
+    text = "" if found[2] == "<EMPTY MESSAGE>" else found[2]
+    if kind is SystemExit and text.lstrip("-").isdigit():
+        return SystemExit(int(text))
+    try:
+        raised: BaseException = kind(text) if text else kind()
+    except TypeError:  # made of more than a text
+        return error
+    return raised
 
 
 class GivenLayer(DynamicLayer):

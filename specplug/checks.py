@@ -196,7 +196,8 @@ def of_dataset(config: Config) -> list[str]:
     )
     need(not (d.few_shot and d.text_column), "few_shot", "plain text has no examples; leave it out")
     need(d.shuffle_buffer >= 1, "shuffle_buffer", "must be 1 or more rows")
-    need(0 <= d.shuffle_seed <= LARGEST_SEED, "shuffle_seed", f"must be between 0 and {LARGEST_SEED}")
+    in_range = not d.shuffle or 0 <= d.shuffle_seed <= LARGEST_SEED
+    need(in_range, "shuffle_seed", f"must be between 0 and {LARGEST_SEED}")
     for name in ("shuffle_seed", "shuffle_buffer"):
         same = getattr(d, name) == getattr(Dataset(), name)
         need(same or d.shuffle, name, "nothing reads it without dataset.shuffle=true")

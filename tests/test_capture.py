@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import specplug
-from specplug import capture
+from specplug import capture, kernel
 from specplug.cache import NAME, prepare_for_crop
 
 
@@ -221,6 +221,33 @@ def test_another_function_under_the_name_of_sdpa_is_used(monkeypatch):
         monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", twice)
         found = model.generate(prompt(9), **call)
     assert torch.equal(found, model.generate(prompt(9), **call)) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(3), TimeoutError("too late"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")],
+    ids=lambda error: type(error).__name__,
+)
+def test_ctrl_c_inside_a_replay_is_ctrl_c(error, monkeypatch):
+    """Signals come where Python runs, in a replay in our own operation; torch makes RuntimeErrors of what they raise."""
+
+    def product(x, weight):
+        return torch.ops.specplug.few_rows(x, weight, None)
+
+    x, weight, recording = torch.randn(1, 64), torch.randn(64, 64), capture.Recording()
+    recording.replay = capture.trace(product, [x, weight], [torch.randn(2, 64), weight])
+    before = recording.run([x], [weight])
+
+    def interrupted(*_):
+        raise error
+
+    monkeypatch.setattr(kernel, "_compiled", interrupted)
+    kept = type(error) is not UnicodeDecodeError  # which cannot be made of its text
+    with pytest.raises(type(error) if kept else RuntimeError) as caught:
+        recording.run([x], [weight])
+    assert not kept or caught.value.args == error.args
+    monkeypatch.undo()
+    assert torch.equal(recording.run([x], [weight]), before)
 
 
 def test_what_one_thread_refuses_no_other_uses():

@@ -56,7 +56,6 @@ WRONG = {
     "threads=100000": ["threads=100000", "up to 1024"],
     "seed=-1": ["seed=-1", "between 0 and 4294967295"],
     "seed=99999999999999999999": ["seed=99999999999999999999", "between"],
-    "dataset.shuffle_seed=-1": ["dataset.shuffle_seed=-1", "between"],
 }
 
 
