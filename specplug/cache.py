@@ -215,6 +215,14 @@ def crop(cache: DynamicCache, tokens_to_remove: int) -> None:
     cache.crop(-tokens_to_remove)
 
 
+def shorten(cache: DynamicCache, length: int) -> None:
+    """Leave no more than so many positions, whatever each layer holds: a pass may have ended between two of them."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.is_initialized and layer.get_seq_length() > length:
+            layer.crop(length - layer.get_seq_length())
+
+
 def keep(cache: DynamicCache, width: int, places: list[int]) -> None:
     """Of the last `width` positions keep these, in this order, and take back the others: of a tree, the path that was kept.
 
