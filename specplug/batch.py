@@ -154,6 +154,8 @@ def decode_batch(
     session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
     safely = Safely(stats, keyed)
     if fixed is None:
+        cache = caches.apart(cache)  # rows are going to leave it, and a caller's would lack them
+        model_kwargs = {**model_kwargs, caches.NAME: cache}
         caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
     slots, first, began, captured = input_ids.shape[1], True, time.perf_counter(), 0.0  # slots: positions in the cache

@@ -4,6 +4,7 @@ transformers 5.24 renamed the argument of `forward` and the field of its outputs
 are served here and nowhere else.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -196,6 +197,13 @@ class RoomyLayer(DynamicLayer):
             for each in (self.keys, self.values):
                 each[:, :, first : first + len(places)] = each.index_select(2, index)
         self.crop(len(places) - width)
+
+
+def apart(cache: DynamicCache) -> DynamicCache:
+    """One that holds the same, and goes on without the other."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
 
 
 def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
