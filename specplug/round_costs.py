@@ -116,11 +116,12 @@ def measure_rounds(
     draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
 
     def propose(gamma: int) -> float:
+        text = ids if ids.shape[1] > 1 else ids.repeat(1, 2)  # something has to stand before its last token
         session = drafter.start(Request(False, LogitsProcessorList(), model.config.get_text_config().vocab_size))
-        session.propose(ids[:, :-1], gamma)
+        session.propose(text[:, :-1], gamma)
         session.observe(0)
         started = time.perf_counter()
-        session.propose(ids, gamma)
+        session.propose(text, gamma)
         return time.perf_counter() - started
 
     def act(gamma: int) -> list[tuple[list[float], float]]:
