@@ -39,7 +39,7 @@ from specplug.measure import Sides
 from specplug.models import pick_device
 from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
-from specplug.round_costs import measure_rounds
+from specplug.round_costs import check_room, measure_rounds
 from specplug.runs import Run, describe_environment, each_sample, write_json
 from specplug.ways import at_point, gammas_of, measured, memory, resized, synthetic, ways_of
 
@@ -62,6 +62,7 @@ def run(config: Config, folder: Path) -> int:
             return grow(config, folder)
     sides, prompts = prepared(config)
     model, plugin = sides.model, sides.plugin
+    check_room(model, plugin.drafter, gammas_of(config), "recipe.gammas or schedule.gamma")
     batches = [prompts[i : i + recipe.batch_size] for i in range(0, len(prompts), recipe.batch_size)]
 
     results = Run(

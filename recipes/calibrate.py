@@ -22,7 +22,7 @@ from specplug.console import Bar, console
 from specplug.data import load_rows
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
-from specplug.round_costs import RoundCosts, measure_rounds
+from specplug.round_costs import RoundCosts, check_room, measure_rounds
 from specplug.runs import begin, describe_environment, write_json
 from specplug.schedule import FixedSchedule
 from specplug.stats import Stats
@@ -36,6 +36,7 @@ def run(config: Config, folder: Path) -> int:
     tracker.check_installed(config)
     rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
+    check_room(pipe.model, plugin.drafter, [recipe.max_gamma], f"recipe.max_gamma={recipe.max_gamma}")
     plugin.schedule = FixedSchedule(recipe.gamma)
     prompts = [encode(pipe.tokenizer, row, config, pipe.model) for row in rows]
     begin(folder, config, describe_environment(str(pipe.model.device), str(pipe.model.dtype).removeprefix("torch.")))

@@ -22,6 +22,7 @@ from transformers import (
 
 from specplug import cache as caches
 from specplug import warp
+from specplug.attention import takes_positions
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
 from specplug.fixed import FixedPasses, to_device
@@ -39,6 +40,7 @@ ROWWISE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCrite
 
 
 def why_not_batch(
+    model: Any,
     input_ids: Tensor,
     config: GenerationConfig,
     processors: LogitsProcessorList,
@@ -65,6 +67,10 @@ def why_not_batch(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not (mask.ndim == 2 and bool((mask.long().diff(dim=1) >= 0).all())):
         return "the attention mask has holes"
+    if not takes_positions(model):
+        return (
+            f"{type(model).__name__} takes no position_ids, and would count those of a row that falls behind as padding"
+        )
     return None
 
 
@@ -148,6 +154,8 @@ def decode_batch(
     session, plan = start_rows(drafter, request, len(rows)), schedule.start(len(rows), drafter.costs_nothing)
     safely = Safely(stats, keyed)
     if fixed is None:
+        cache = caches.apart(cache)  # rows are going to leave it, and a caller's would lack them
+        model_kwargs = {**model_kwargs, caches.NAME: cache}
         caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
     slots, first, began, captured = input_ids.shape[1], True, time.perf_counter(), 0.0  # slots: positions in the cache

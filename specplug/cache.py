@@ -4,6 +4,7 @@ transformers 5.24 renamed the argument of `forward` and the field of its outputs
 are served here and nowhere else.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -198,6 +199,13 @@ class RoomyLayer(DynamicLayer):
         self.crop(len(places) - width)
 
 
+def apart(cache: DynamicCache) -> DynamicCache:
+    """One that holds the same, and goes on without the other."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
+
+
 def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
     """To be called once, after the prompt: sliding-window layers keep what a later `crop` may need. `roomy`: full layers get
     room to write into."""
@@ -213,6 +221,14 @@ def prepare_for_crop(cache: DynamicCache, roomy: bool = False) -> None:
 def crop(cache: DynamicCache, tokens_to_remove: int) -> None:
     """Take back the last positions. Also to be called with 0: sliding-window layers then drop what they can."""
     cache.crop(-tokens_to_remove)
+
+
+def shorten(cache: DynamicCache, length: int) -> None:
+    """Leave no more than so many positions, whatever each layer holds: a pass may have ended between two of them."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if layer.is_initialized and layer.get_seq_length() > length:
+            layer.crop(length - layer.get_seq_length())
 
 
 def keep(cache: DynamicCache, width: int, places: list[int]) -> None:

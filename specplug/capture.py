@@ -9,16 +9,20 @@ on the CPU needs a C++ compiler, takes minutes, and rounds differently; where th
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
 
+import builtins
 import contextlib
 import functools
 import inspect
 import logging
+import re
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +35,7 @@ from transformers import DynamicCache, PreTrainedModel, masking_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
+from specplug.attention import own_sdpa
 from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.config import first_line
 from specplug.folding import folded
@@ -171,6 +176,11 @@ class Recording:
         try:
             logits: Tensor = self.replay(*inputs, *weights)
             return logits
+        except RuntimeError as error:
+            raised = as_raised(error)
+            if raised is error:
+                raise
+            raise raised from error
         finally:
             torch._C._set_graph_executor_optimize(before)
 
@@ -183,6 +193,25 @@ class Recording:
     def _refuse(self, reason: str) -> None:
         self.refused, self.ready = True, set()
         log.debug("specplug: passes are not captured: %s", reason)
+
+
+def as_raised(error: RuntimeError) -> BaseException:
+    """What Python raised where a replay comes to an operation of ours: Ctrl-C, or what a handler of signals raises.
+
+    torch makes of it a RuntimeError that has its name and its text.
+    """
+    found = re.search(r"^RuntimeError: (\w+): (.*?)\n\nAt:\n", str(error), re.MULTILINE | re.DOTALL)
+    kind = getattr(builtins, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return error
+    text = "" if found[2] == "<EMPTY MESSAGE>" else found[2]
+    if kind is SystemExit and text.lstrip("-").isdigit():
+        return SystemExit(int(text))
+    try:
+        raised: BaseException = kind(text) if text else kind()
+    except TypeError:  # made of more than a text
+        return error
+    return raised
 
 
 class GivenLayer(DynamicLayer):
@@ -307,6 +336,10 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
     state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]
     for module in modules:
         state += type(module), type(module).forward, *plain_values(module)
+    for name in dict.fromkeys(
+        type(module).__module__ for module in modules
+    ):  # functions that callers put in the place of others
+        state += [each for each in vars(sys.modules[name]).values() if type(each) is FunctionType]
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         state += plain_values(config)
     known = _KNOWN.get(model)
@@ -348,6 +381,8 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
         return "the call runs under a mode that watches operations"
     if model.config._attn_implementation != "sdpa":
         return f"its attention is {model.config._attn_implementation}, and only sdpa is recorded"
+    if not own_sdpa():
+        return "sdpa is a function of the caller's"
     if not _takes_positions(type(model).forward):
         return "its forward takes no position_ids"
     if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:

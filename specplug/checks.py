@@ -36,6 +36,8 @@ from specplug.config import (
     Tree,
 )
 
+LARGEST_SEED = 2**32 - 1  # that numpy takes
+MOST_THREADS = 1024  # with far more of them, torch crashes the process
 LOADED = (Drafter.model, Drafter.cross_vocab)
 # Fields of a draft that only some kinds of drafter read; set for another, they would be ignored in silence.
 READ_BY: dict[str, tuple[Drafter, ...]] = {
@@ -73,8 +75,10 @@ class Problems(list[str]):
 def check(config: Config) -> None:
     """Raise ConfigError that lists every problem."""
     found = of_schedule(config) + of_sampling(config)
-    if config.threads is not None and config.threads < 1:
-        found.append(f"threads={config.threads}: must be 1 or more, or null for torch's choice")
+    if config.threads is not None and not 1 <= config.threads <= MOST_THREADS:
+        found.append(f"threads={config.threads}: must be 1 or more, up to {MOST_THREADS}, or null for torch's choice")
+    if not 0 <= config.seed <= LARGEST_SEED:
+        found.append(f"seed={config.seed}: must be between 0 and {LARGEST_SEED}")
     found += of_draft(config.draft) + of_dataset(config)
     measures = isinstance(config.recipe, (Evaluate, Calibrate, Certify, Training))
     if config.tracker is not TrackerName.none and not measures:
@@ -192,6 +196,8 @@ def of_dataset(config: Config) -> list[str]:
     )
     need(not (d.few_shot and d.text_column), "few_shot", "plain text has no examples; leave it out")
     need(d.shuffle_buffer >= 1, "shuffle_buffer", "must be 1 or more rows")
+    in_range = not d.shuffle or 0 <= d.shuffle_seed <= LARGEST_SEED
+    need(in_range, "shuffle_seed", f"must be between 0 and {LARGEST_SEED}")
     for name in ("shuffle_seed", "shuffle_buffer"):
         same = getattr(d, name) == getattr(Dataset(), name)
         need(same or d.shuffle, name, "nothing reads it without dataset.shuffle=true")

@@ -88,6 +88,7 @@ def _positions_change(
 
 
 def why_not_rounds(
+    model: PreTrainedModel,
     input_ids: Tensor,
     config: GenerationConfig,
     processors: LogitsProcessorList,
@@ -112,7 +113,7 @@ def why_not_rounds(
     if len(input_ids) > 1:
         if config.do_sample and rule == "walk":
             return "verify=walk follows the random stream, from which a batch draws for all its sequences at once"
-        return why_not_batch(input_ids, config, processors, criteria, streamer, model_kwargs)
+        return why_not_batch(model, input_ids, config, processors, criteria, streamer, model_kwargs)
     return None
 
 
@@ -218,10 +219,12 @@ def decode(
     recorded = fixed is None and _starts_at_zero(model_kwargs, len(text))
     passes = (capture if recorded else Capture()).passes(model)
     first, stop, began, captured = True, False, time.perf_counter(), 0.0
+    places: list[int] = []  # of the last pass, those that the text goes through
+    settled = True  # the cache holds no drafts that the text does not go through
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
-            places: list[int] = []  # of the pass, those that the text goes through
+            places = []
             judge = verify if proposal.tree is None else in_tree
             for token, origin, scores, place in judge(proposal, logits, logits_processor, text=text):
                 text.commit(token)
@@ -253,6 +256,7 @@ def decode(
                 # The pass added one position for the last token and one per draft; each token committed keeps one.
                 if fixed is None:
                     caches.keep(cache, num_drafts + 1, places)
+                    settled = True
                 if request.tree:
                     session.observe_path(places[1:])
                 else:
@@ -289,10 +293,15 @@ def decode(
             else:
                 ordinary = functools.partial(_pass, model, drafted, input_ids.shape[1], width, model_kwargs, tree)
                 given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
+                settled, places = False, []
                 logits = passes(ids, cache, ordinary, given)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
+        if not settled:  # something raised
+            if proposal.tree is not None and places:
+                caches.keep(cache, proposal.tokens.shape[1] + 1, places)
+            caches.shorten(cache, len(text) - (1 if places else 0))
         if fixed is not None:
             # The prompt is in it also where a streamer raised at the first token.
             fixed.cache.give_back(cache, max(len(text) - 1, input_ids.shape[1]) - hidden, hidden)

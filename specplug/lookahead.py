@@ -9,6 +9,7 @@ Drafts take no random numbers here: a draft is kept when the loop chose the same
 model runs the race that the loop's next draw is going to run; see noise.py.
 """
 
+import math
 import time
 from typing import Any
 
@@ -65,7 +66,8 @@ class Lookahead:
         self.processors = logits_processor
         if trace is not None and warp.all_stateless(logits_processor):
             self.processors = warp.for_row(logits_processor, self.hidden[0])
-        self.max_length = generation_config.max_length
+        limit = generation_config.max_length
+        self.max_length = None if limit is None else math.ceil(limit)
         self.eos = generation_config._eos_token_tensor
         self.pad = generation_config._pad_token_tensor
         self.finished = torch.zeros(num_rows, dtype=torch.bool, device=input_ids.device)

@@ -19,15 +19,21 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from specplug.attention import own_sdpa
 from specplug.capture import MAX_WIDTH
 
 NAME = "specplug_packed"
 
 
-def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
-    """What transformers calls with queries (B, H, W, D), keys and values (B, H / groups, T, D), and a mask (B or 1, 1, W, T)."""
+def packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> Any:
+    """What transformers calls with queries (B, H, W, D), keys and values (B, H / groups, T, D), and a mask (B or 1, 1, W, T).
+
+    Names are those of transformers' functions, since some models give the mask by name.
+    """
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    width = query.shape[2]
+    width, mask = query.shape[2], attention_mask
     if (
         mask is None
         or not 1 < width <= MAX_WIDTH
@@ -52,7 +58,8 @@ def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: T
 @contextlib.contextmanager
 def swapped(kernel: str, *models: Any) -> Iterator[None]:
     """Within it, the attention of `models` is packed where it is served, unless `kernel` is "torch"."""
-    modules = [] if kernel == "torch" else [each for model in models for each in model.modules() if _serves(each)]
+    served = kernel != "torch" and own_sdpa()
+    modules = [each for model in models for each in model.modules() if _serves(each)] if served else []
     entered: list[nn.Module] = []
     try:
         with _ENTERING:

@@ -296,7 +296,8 @@ class SpeculativeProcessor(LogitsProcessor):
         if settings.engine == "lookahead":
             return "lookahead", "engine=lookahead"
         rule = self.verify if settings.seed is None else "seed"
-        reason = why_not_rounds(input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs, rule)
+        inputs = (input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs)
+        reason = why_not_rounds(model, *inputs, rule)
         if reason is None:
             return "rounds", "everything passed is served by it exactly"
         if settings.engine == "rounds":

@@ -17,6 +17,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from specplug import packed
 from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.capture import Capture, Passes
+from specplug.config import ConfigError
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
 from specplug.kernel import swapped
@@ -116,11 +117,12 @@ def measure_rounds(
     draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
 
     def propose(gamma: int) -> float:
+        text = ids if ids.shape[1] > 1 else ids.repeat(1, 2)  # something has to stand before its last token
         session = drafter.start(Request(False, LogitsProcessorList(), model.config.get_text_config().vocab_size))
-        session.propose(ids[:, :-1], gamma)
+        session.propose(text[:, :-1], gamma)
         session.observe(0)
         started = time.perf_counter()
-        session.propose(ids, gamma)
+        session.propose(text, gamma)
         return time.perf_counter() - started
 
     def act(gamma: int) -> list[tuple[list[float], float]]:
@@ -164,6 +166,15 @@ def measure_rounds(
     by_gamma = {gamma: median(each) for gamma, each in seconds.items()}
     once = median(first) if first else 0.0
     return RoundCosts(median(steps), by_gamma, once, median(later) if later else (once if draft is not None else 0.0))
+
+
+def check_room(model: PreTrainedModel, drafter: Any, gammas: Iterable[int], key: str) -> None:
+    """Raises ConfigError, under the name of `key`, if a round of one of these has more tokens than a model has positions."""
+    largest, room = max(gammas), _context([model, getattr(drafter, "model", model)])
+    if largest + 2 > room:  # behind one token, the last one committed
+        raise ConfigError(
+            f"{key}: a round of {largest} drafts has no room in the {room} positions of target and draft; take fewer drafts"
+        )
 
 
 def _context(models: list[Any]) -> int:

@@ -1,5 +1,6 @@
 """The caller's stopping criteria, token by token, in order: a round must end where plain decoding would have ended."""
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,9 @@ class Stopping:
                 self.eos.update(torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist())
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
-        self.max_length = min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=None)
+        # transformers takes lengths that are no whole numbers as well.
+        lengths = [math.ceil(each.max_length) for each in criteria if type(each) is MaxLengthCriteria]
+        self.max_length = min(lengths, default=None)
 
     def room(self, length: int) -> int | None:
         """How many tokens may still come after `length` of them; None if there is no limit."""

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
-from transformers import AttentionInterface
+from transformers import (
+    AttentionInterface,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
 
@@ -158,6 +166,66 @@ def test_it_would_be_wrong_otherwise(unmasked, monkeypatch):
     monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
     with specplug.attach(model, draft, gamma=3):
         assert not torch.equal(model.generate(prompt(9), **CALL), plain)
+
+
+def encoder(**extra):
+    """With weights of its own for both of its ways, and a head that is as wide as theirs."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    return BertLMHeadModel(
+        BertConfig(**shape, initializer_range=0.3, pad_token_id=0, eos_token_id=None, **extra)
+    ).eval()
+
+
+def test_a_model_that_looks_ahead_is_decoded_plainly(caplog, monkeypatch):
+    model = encoder()
+    draft = noisy_copy(model)
+    plain = model.generate(prompt(9), **CALL)
+    with specplug.attach(model, draft, gamma=3) as plugin:
+        assert torch.equal(model.generate(prompt(9), **CALL), plain)
+        assert plugin.last.engine == "plain" and "with others behind it" in caplog.text
+        monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
+        assert not torch.equal(model.generate(prompt(9), **CALL), plain), "the negative control"
+
+
+def test_what_only_may_look_ahead_is_tried_out():
+    assert served(encoder(is_decoder=True), "lookup", prompt(9).repeat(1, 3), gamma=3)[0] == "yes"
+    model = make_model()
+    assert attention.why_not_attention(model) is None
+    model.config.is_causal = False  # masks are then those of an encoder
+    assert "with others behind it" in attention.why_not_attention(model)
+    model.config.is_causal = True
+    assert attention.why_not_attention(model) is None
+
+
+def test_windows_that_are_in_the_cache_alone_are_decoded_plainly(caplog, monkeypatch):
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+    model = MoshiForCausalLM(MoshiConfig(**shape, vocab_size=64, sliding_window=8, initializer_range=0.3)).eval()
+    draft, call = noisy_copy(model), CALL | {"max_new_tokens": 40}
+    plain = model.generate(prompt(9), **call)
+    with specplug.attach(model, draft, gamma=3) as plugin:
+        assert torch.equal(model.generate(prompt(9), **call), plain)
+        assert plugin.last.engine == "plain" and "none in its masks" in caplog.text
+        monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
+        assert not torch.equal(model.generate(prompt(9), **call), plain), "the negative control"
+    assert attention.why_not_attention(make_model("mistral")) is None
+
+
+@pytest.mark.parametrize("kind", [BartForCausalLM, BloomForCausalLM])
+def test_rows_of_models_that_count_positions_themselves_stay_together(kind):
+    """They count padding too, and rows that fall behind are padded anew in `rounds`."""
+    torch.manual_seed(0)
+    shape = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, init_std=0.3)
+    shape |= dict(hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    model = kind(kind.config_class(vocab_size=64, pad_token_id=0, eos_token_id=2, **shape)).eval()
+    ids = torch.cat([prompt(9), prompt(9, seed=3)])
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    _, plugin = served(model, noisy_copy(model), ids, mask, gamma=3)
+    assert plugin.last.engine == "lookahead" and "takes no position_ids" in plugin.last.reason
+    _, plugin = served(model, noisy_copy(model), ids[:1], gamma=3)
+    assert plugin.last.engine == "rounds"
 
 
 def test_continuous_batching_is_left_to_transformers(caplog, monkeypatch):

@@ -6,9 +6,10 @@ from conftest import EOS, PAD, noisy_copy, prompt
 from scipy.stats import chisquare
 from test_exact_greedy import MODELS, PROCESSORS, pair
 from test_exact_sampling import SETTINGS, TOKENS, V, arguments, exact_law, pvalue, target  # noqa: F401
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 import specplug
+from specplug.cache import NAME
 from specplug.drafters import Proposal
 from specplug.drafters.model import ModelDrafter
 
@@ -37,6 +38,26 @@ def test_rows_are_those_of_plain_generate(kind, processors, drafter):
     assert plugin.last.engine == "rounds"
     if drafter == "model" and processors == "none":
         assert plugin.last.num_accepted > 20
+
+
+@pytest.mark.parametrize("graph", ["capture", "off"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_conversation_goes_on_from_the_callers_cache(kind, graph):
+    """Rows leave the cache of a batch when they are finished, and a caller's has all of them."""
+    goal, draft = pair(kind)
+    _, call = padded([9, 9, 9])
+    call["suppress_tokens"] = [PAD]  # which then tells what is behind the end of a row
+    call["eos_token_id"] = goal.generate(**call, eos_token_id=None)[:2, 14].tolist()
+    made = []
+    for attached in (False, True):
+        cache = DynamicCache(config=goal.config)
+        with specplug.attach(goal, draft, gamma=4, graph=graph) as plugin:
+            first = goal.generate(**call, **{NAME: cache}, specplug={"engine": "auto" if attached else "plain"})
+            assert plugin.last.engine == ("rounds" if attached else "plain")
+        mask = torch.nn.functional.pad((first[:, 9:] != PAD).long(), (9, 3), value=1)
+        more = {"input_ids": torch.cat([first, prompt(3).repeat(3, 1)], dim=1), "attention_mask": mask}
+        made.append(goal.generate(**(call | more), **{NAME: cache}))
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -9,10 +9,20 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPTNeoXConfig, MixtralConfig, OPTConfig, Qwen3Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
 
 import specplug
-from specplug import capture
+from specplug import capture, kernel
 from specplug.cache import NAME, prepare_for_crop
 
 
@@ -185,6 +195,59 @@ def test_a_class_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
     monkeypatch.setattr(norm, "forward", lambda self, x: original(self, x) * 1.5)
     after = run(model, WIDTHS)
     assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_a_function_that_is_patched_is_not_replayed_as_it_was(monkeypatch):
+    model = make_model("llama")
+    before = run(model, WIDTHS)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda query, key, *args, **kwargs: (query, key))
+    after = run(model, WIDTHS)
+    assert same(after, run(model, WIDTHS, "off")) and not same(before, after)
+
+
+def test_another_function_under_the_name_of_sdpa_is_used(monkeypatch):
+    """Registered by the caller before or after passes were recorded, in calls that pack attention elsewhere."""
+    model = make_model("llama")
+    call = dict(max_new_tokens=40, do_sample=False, eos_token_id=None)
+
+    def twice(*args, **kwargs):
+        found, weights = sdpa_attention_forward(*args, **kwargs)
+        return found * 2, weights
+
+    with specplug.attach(model, noisy_copy(model), gamma=3) as plugin:
+        plugin.record_after = 0
+        before = model.generate(prompt(9), **call)
+        assert recordings(model)
+        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", twice)
+        found = model.generate(prompt(9), **call)
+    assert torch.equal(found, model.generate(prompt(9), **call)) and not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(3), TimeoutError("too late"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")],
+    ids=lambda error: type(error).__name__,
+)
+def test_ctrl_c_inside_a_replay_is_ctrl_c(error, monkeypatch):
+    """Signals come where Python runs, in a replay in our own operation; torch makes RuntimeErrors of what they raise."""
+
+    def product(x, weight):
+        return torch.ops.specplug.few_rows(x, weight, None)
+
+    x, weight, recording = torch.randn(1, 64), torch.randn(64, 64), capture.Recording()
+    recording.replay = capture.trace(product, [x, weight], [torch.randn(2, 64), weight])
+    before = recording.run([x], [weight])
+
+    def interrupted(*_):
+        raise error
+
+    monkeypatch.setattr(kernel, "_compiled", interrupted)
+    kept = type(error) is not UnicodeDecodeError  # which cannot be made of its text
+    with pytest.raises(type(error) if kept else RuntimeError) as caught:
+        recording.run([x], [weight])
+    assert not kept or caught.value.args == error.args
+    monkeypatch.undo()
+    assert torch.equal(recording.run([x], [weight]), before)
 
 
 def test_what_one_thread_refuses_no_other_uses():

@@ -53,6 +53,9 @@ WRONG = {
     "sampling.max_new_tokens=0": ["sampling.max_new_tokens=0"],
     "recipe.limit=0": ["recipe.limit=0"],
     "threads=0": ["threads=0"],
+    "threads=100000": ["threads=100000", "up to 1024"],
+    "seed=-1": ["seed=-1", "between 0 and 4294967295"],
+    "seed=99999999999999999999": ["seed=99999999999999999999", "between"],
 }
 
 

@@ -286,6 +286,7 @@ def test_conversations_without_a_user_are_left_out_with_a_word(tmp_path, caplog)
         (["dataset.few_shot=1", "dataset.few_shot_split=train"], "a file has no splits"),
         (["dataset.shuffle_seed=3"], "nothing reads it without dataset.shuffle=true"),
         (["dataset.shuffle=true", "dataset.shuffle_buffer=0"], "must be 1 or more rows"),
+        (["dataset.shuffle=true", "dataset.shuffle_seed=-1"], "must be between 0 and 4294967295"),
         (["dataset.min_prompt_tokens=9", "dataset.max_prompt_tokens=3"], "must be at most max_prompt_tokens"),
         (["recipe=train", "dataset.max_prompt_tokens=3"], "nothing reads it while training"),
     ],

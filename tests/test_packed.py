@@ -1,5 +1,6 @@
 """Packed attention: transformers' results up to rounding, put in place for a call and taken out again."""
 
+import inspect
 import threading
 
 import pytest
@@ -37,6 +38,14 @@ def test_it_computes_what_transformers_computes(width):
         assert agree(packed.packed(module, *given, each), sdpa_attention_forward(module, *given, each))
         scaled = sdpa_attention_forward(module, *given, each, scaling=0.2)
         assert agree(packed.packed(module, *given, each, scaling=0.2), scaled)
+
+
+def test_models_that_give_the_mask_by_name_are_served():
+    """As AFMoE does; names are those of transformers' own function."""
+    module, (query, key, value, mask) = Module().eval(), inputs(5)
+    names = list(inspect.signature(sdpa_attention_forward).parameters)[1:5]
+    given = dict(zip(names, (query, key, value, mask), strict=True))
+    assert agree(packed.packed(module, **given), sdpa_attention_forward(module, **given))
 
 
 def test_the_order_of_heads_and_the_mask_matter():

@@ -1,5 +1,6 @@
 """attach and detach: symmetrical, refusing what does not fit, leaving alone what is not theirs."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -9,7 +10,7 @@ import threading
 import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
-from transformers import LogitsProcessor, TextIteratorStreamer
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import specplug
@@ -458,3 +459,56 @@ def test_caches_that_cannot_be_rolled_back_are_named(target):
     assert "StaticCache" in why_not_croppable(StaticCache(config=target.config, max_cache_len=8))
     assert "use_cache=False" in why_not_croppable(None)
     assert why_not_croppable(DynamicCache(config=target.config)) is None
+
+
+class RaisesAt(StoppingCriteria):
+    """As a criterion, a streamer or a processor; asked once for each token."""
+
+    def __init__(self, number):
+        self.number, self.asked = number, 0
+
+    def __call__(self, input_ids, scores):
+        self.asked += 1
+        if self.asked == self.number:
+            raise RuntimeError("on purpose")
+        return scores if isinstance(scores, torch.Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def put(self, value):
+        self(value, None)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", dict(gamma=4)),
+        ("llama", dict(tree=[2, 2, 1])),
+        ("llama", dict(gamma=4, engine="lookahead")),
+        ("mistral", dict(gamma=4)),
+    ],
+)
+def test_a_cache_is_as_far_as_the_text_when_a_call_was_interrupted(kind, how):
+    """As after plain decoding, so that a conversation goes on from it; drafts that were not kept are no part of it."""
+    model = make_model(kind)
+    draft = noisy_copy(model)
+    wheres = ("stopping_criteria", "streamer", "logits_processor")
+    for where, number in [(where, number) for where in wheres for number in (2, 3, 4, 5, 8)]:
+        left = []
+        for attached in (False, True):
+            fails, cache = RaisesAt(number), DynamicCache(config=model.config)
+            given = {where: fails if where == "streamer" else [fails], NAME: cache}
+            with contextlib.ExitStack() as stack:
+                if attached:
+                    stack.enter_context(specplug.attach(model, draft, **how))
+                stack.enter_context(pytest.raises(RuntimeError, match="on purpose"))
+                model.generate(prompt(), **GREEDY, **given)
+            left.append(cache)
+        for one, other in zip(*(each.layers for each in left), strict=True):
+            less = one.get_seq_length() - other.get_seq_length()
+            # A processor is asked once the last token is in the cache, by plain decoding, which passes over one at a time.
+            assert 0 <= less <= (where == "logits_processor"), (where, number)
+            keys = one.keys[:, :, : one.keys.shape[2] - less]
+            held = min(keys.shape[2], other.keys.shape[2])
+            assert torch.allclose(keys[:, :, -held:], other.keys[:, :, -held:], atol=1e-4), (where, number)

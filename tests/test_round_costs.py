@@ -3,7 +3,11 @@
 import pytest
 from conftest import make_model, noisy_copy, prompt
 
+import specplug
 from specplug import capture
+from specplug.cli import run_recipe
+from specplug.config import ConfigError
+from specplug.drafters.build import make_drafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.round_costs import MOST_DRAFTS, RoundCosts, measure_rounds
@@ -53,3 +57,23 @@ def test_sums():
     lookup = RoundCosts(10.0, {0: 8.0, 4: 12.0}, 3.0, 0.0)
     assert lookup.drafting(4) == 3 and lookup.cost_coefficient(4) == pytest.approx(0.3)
     assert lookup.to_dict(4)["seconds_draft_step"] == pytest.approx(3.0)
+
+
+def test_a_chain_behind_a_text_of_one_token(llama, llama_draft):
+    """Its second member is a model, which needs a token to stand on, and then one to read."""
+    chain = make_drafter(["lookup", llama_draft], llama, None)
+    costs = measure_rounds(llama, chain, prompt(1), [2], repeats=2)
+    assert costs.first_draft > 0 and costs.target[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("recipe=bench recipe.gammas=[2,100000]", "recipe.gammas or schedule.gamma: a round of 100000 drafts"),
+        ("recipe=calibrate recipe.max_gamma=100000", "recipe.max_gamma=100000: a round of 100000 drafts"),
+    ],
+)
+def test_rounds_that_are_longer_than_the_context_are_one_line(override, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run_recipe(specplug.load(*override.split(), "recipe.limit=1"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

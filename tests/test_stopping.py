@@ -45,6 +45,11 @@ def test_room():
     stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(max_length=9)]))
     assert [stopping.room(length) for length in (5, 9, 11)] == [4, 0, 0]
     assert Stopping(StoppingCriteriaList()).room(5) is None
+    for length in (8.5, 9.0):  # as `max_new_tokens=4.0` comes to
+        criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=length)])
+        room = Stopping(criteria).room(5)
+        assert isinstance(room, int) and room == 4
+        assert not criteria(torch.zeros(1, 8), None) and criteria(torch.zeros(1, 9), None)
 
 
 def test_text_keeps_what_it_handed_out():
