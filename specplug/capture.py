@@ -336,9 +336,8 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, li
     state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]
     for module in modules:
         state += type(module), type(module).forward, *plain_values(module)
-    for name in dict.fromkeys(
-        type(module).__module__ for module in modules
-    ):  # functions that callers put in the place of others
+    # Functions of theirs too, in the place of which a caller may put others.
+    for name in dict.fromkeys(type(module).__module__ for module in modules):
         state += [each for each in vars(sys.modules[name]).values() if type(each) is FunctionType]
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         state += plain_values(config)
