@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import letters, make_model, noisy_copy
+from conftest import letters, make_model, noisy_copy, prompt
 from test_exact_sampling import SETTINGS, V, exact_law, pvalue, sampled_counts
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -138,6 +138,19 @@ def test_greedy_ids_are_the_targets(pair, tokenizers, method, num_rows):
     if num_rows == 1:  # its passes are recorded and replayed as those of any other draft
         assert all(each.ready for each in capture._KNOWN[draft][1].values())
     assert all(torch.equal(weights[name], each) for name, each in draft.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_what_a_draft_said_by_string_is_taken_back(kind, caplog):
+    """Further than a window holds, too."""
+    target, alphabet = make_model(), [chr(ord("0") + number) for number in range(64)]
+    target.generation_config.eos_token_id = None
+    call = dict(max_new_tokens=40, do_sample=False)
+    plain = target.generate(prompt(20), **call)
+    drafter = CrossVocabDrafter(make_model(kind, seed=5), letters(alphabet[::-1]), letters(alphabet), "string")
+    with specplug.attach(target, drafter, gamma=4, engine="rounds") as plugin:
+        assert torch.equal(target.generate(prompt(20), **call), plain)
+    assert plugin.last.num_draft_tokens > plugin.last.num_accepted and not caplog.records
 
 
 TARGET_LETTERS, DRAFT_LETTERS = "abcdef", "xcaydbe"

@@ -51,7 +51,7 @@ class CrossVocabDrafter(ModelDrafter):
                 " draft.cross_vocab=string"
             )
 
-        self._shared: dict[int, Shared] = {}  # by the size of the target's vocabulary
+        self._shared: dict[tuple[int, torch.device], Shared] = {}  # by the size of the target's vocabulary
 
     def start(self, request: Request) -> "OneRow":
         return OneRow(CrossVocabSession(self, request, 1))
@@ -61,15 +61,15 @@ class CrossVocabDrafter(ModelDrafter):
 
     def shared(self, target_size: int) -> "Shared":
         """Made once: a graph of the draft's loop goes by the very tensors."""
-        if target_size not in self._shared:
-            device = self.model.device
+        device = self.model.device
+        if (target_size, device) not in self._shared:
             drafted, target = (each.to(device) for each in self.translation.shared(target_size))
             silent = torch.ones(self.vocab_size, dtype=torch.bool, device=device)
             silent[drafted] = False
             to_target = torch.zeros(self.vocab_size, dtype=torch.long, device=device)
             to_target[drafted] = target
-            self._shared[target_size] = Shared(drafted, target, silent, to_target)
-        return self._shared[target_size]
+            self._shared[target_size, device] = Shared(drafted, target, silent, to_target)
+        return self._shared[target_size, device]
 
 
 class Shared(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from specplug import warp
 from specplug.cache import align, crop, keep, new_draft_cache, select, why_not_croppable
@@ -54,7 +55,11 @@ class ModelDrafter:
         """A session for so many rows, also for one, of which texts may be other ones each time: with `fed` and `hold`."""
         if self._fixed(request, num_rows):
             return FixedDraft(self, request, num_rows)
-        return OneOfRows(ModelSession(self, request)) if num_rows == 1 else ModelRowSession(self, request, num_rows)
+        # A window cannot be taken back further than the last drafts; a session for rows computes anew what it lacks.
+        full = all(type(layer) is DynamicLayer for layer in new_draft_cache(self.model.config).layers)
+        if num_rows == 1 and full:
+            return OneOfRows(ModelSession(self, request))
+        return ModelRowSession(self, request, num_rows)
 
     def _fixed(self, request: Request, num_rows: int) -> bool:
         """Whether to draft on a ragged cache; not where each row of a batch has a session, and with it a cache, of its own."""
