@@ -31,6 +31,7 @@ from specplug.tree import Tree, limited
 from specplug.tree_pass import tree_inputs
 from specplug.verify import sample
 
+READ_A_MASK_TOKEN = ("xlm", "flaubert")
 GROWING = {"attention_mask", "position_ids", "token_type_ids"}  # one entry per position of the text
 HANDLED = GROWING | {
     caches.NAME,
@@ -50,6 +51,8 @@ def why_not_at_all(
         return f"{type(model).__name__} is an encoder-decoder model"
     if model._is_stateful:
         return f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back"
+    if model.config.model_type in READ_A_MASK_TOKEN:
+        return f"{type(model).__name__} reads a mask token behind the text in each pass"
     if config.output_attentions or config.output_hidden_states:
         return "attentions or hidden states were asked for, whose shapes tell how the text was made"
     if _positions_change(model, input_ids, config, model_kwargs):

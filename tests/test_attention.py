@@ -14,6 +14,8 @@ from transformers import (
     BloomForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
@@ -210,6 +212,14 @@ def test_windows_that_are_in_the_cache_alone_are_decoded_plainly(caplog, monkeyp
         monkeypatch.setattr(specplug.plugin, "why_not_attention", lambda model: None)
         assert not torch.equal(model.generate(prompt(9), **call), plain), "the negative control"
     assert attention.why_not_attention(make_model("mistral")) is None
+
+
+def test_models_that_read_a_mask_token_behind_the_text_are_decoded_plainly():
+    model = XLMWithLMHeadModel(XLMConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=4)).eval()
+    plain = model.generate(prompt(9), max_new_tokens=12, do_sample=False)
+    with specplug.attach(model, "lookup") as plugin:
+        assert torch.equal(model.generate(prompt(9), max_new_tokens=12, do_sample=False), plain)
+        assert plugin.last.engine == "plain" and "mask token" in plugin.last.reason
 
 
 @pytest.mark.parametrize("kind", [BartForCausalLM, BloomForCausalLM])
