@@ -1,9 +1,9 @@
 """Attention of a few positions without copies of the keys and values, in place of torch's while a call is decoded.
 
 Most models share each key and value head among several query heads. For one position transformers packs those query heads into
-one product; for several positions with a mask, which is what every round has, it writes out keys and values once for each query head
-instead, all of the text at each layer of each pass. Packed as well, several positions read the text once, and cost about what
-one costs. Results differ from transformers' by rounding, as its own do between one position and several.
+one product, the older ones only where there is no mask; for several positions with a mask, which is what every round has, it writes out
+keys and values once for each query head instead, all of the text at each layer of each pass. Packed as well, several positions read the
+text once, and cost about what one costs. Results differ from transformers' by rounding, as its own do between one position and several.
 
 Served: attention modules of transformers with sdpa, on any device. What they are given otherwise goes to transformers' function.
 """
@@ -36,7 +36,7 @@ def packed(
     width, mask = query.shape[2], attention_mask
     if (
         mask is None
-        or not 1 < width <= MAX_WIDTH
+        or width > MAX_WIDTH
         or mask.shape[1] != 1
         or given.get("dropout")
         or given.get("position_bias") is not None
@@ -46,7 +46,7 @@ def packed(
         return sdpa_attention_forward(module, query, key, value, mask, **given)
     num_rows, num_heads, _, size = query.shape
     query = query.reshape(num_rows, num_heads // groups, groups * width, size)
-    mask = mask.repeat(1, 1, groups, 1)
+    mask = mask if width == 1 else mask.repeat(1, 1, groups, 1)
     if mask.dtype == torch.bool and mask.device.type == "cpu":
         # As attention does by itself, there at each layer; here a recording does it once for all of them.
         mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)

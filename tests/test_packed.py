@@ -62,7 +62,8 @@ def test_what_it_does_not_serve_goes_to_transformers(monkeypatch):
     monkeypatch.setattr(packed, "sdpa_attention_forward", lambda *args, **kwargs: seen.append(kwargs) or "theirs")
     module, (query, key, value, mask) = Module().eval(), inputs(5)
     assert packed.packed(module, query, key, value, None) == "theirs"
-    assert packed.packed(module, query[:, :, :1], key, value, mask[:, :, :1]) == "theirs"
+    wide = [each.expand(-1, -1, 65, -1) for each in (query[:, :, :1], mask[:, :, :1])]
+    assert packed.packed(module, wide[0], key, value, wide[1]) == "theirs"
     assert packed.packed(module, query, key, value, mask.expand(-1, 6, -1, -1)) == "theirs"
     for given in ({"dropout": 0.1}, {"softcap": 30.0}, {"position_bias": mask}):
         assert packed.packed(module, query, key, value, mask, **given) == "theirs"
