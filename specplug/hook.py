@@ -44,10 +44,10 @@ class CallSettings:
 
 
 _LOCK = threading.RLock()
-_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Serves] = weakref.WeakKeyDictionary()
 _LIVE_CALLS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
-_LOOKAHEADS: dict[int, Any] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
+_LOOKAHEADS: dict[int, Intercepts] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
 _SETTINGS: ContextVar[CallSettings | None] = ContextVar("specplug settings of this call", default=None)
 
 
@@ -166,7 +166,7 @@ def refuse_seed(loop: str) -> None:
         )
 
 
-def attach(model: PreTrainedModel, plugin: Any) -> None:
+def attach(model: PreTrainedModel, plugin: Serves) -> None:
     with _LOCK:
         if model in _ATTACHED:
             raise ValueError("this model has a plugin attached; call specplug.detach(model) first")
@@ -174,7 +174,7 @@ def attach(model: PreTrainedModel, plugin: Any) -> None:
         _settle(model)
 
 
-def detach(model: PreTrainedModel, plugin: Any) -> None:
+def detach(model: PreTrainedModel, plugin: Serves) -> None:
     """Does nothing if this plugin does not serve the model."""
     with _LOCK:
         if _ATTACHED.get(model) is plugin:
@@ -196,7 +196,7 @@ def end_call(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def intercepted(model: PreTrainedModel, cache: Any, lookahead: Any) -> Iterator[None]:
+def intercepted(model: PreTrainedModel, cache: Any, lookahead: Intercepts) -> Iterator[None]:
     """Within: calls of the model with this very cache go through the lookahead."""
     begin_call(model)
     _LOOKAHEADS[id(cache)] = lookahead

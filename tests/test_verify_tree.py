@@ -304,7 +304,7 @@ def test_traversal_of_a_chain_is_the_block_rule(seed):
             last.append(probs)
             return 0
 
-        chain = Drawn(Tree.chain(3).children, lambda node: int(tokens[0, node - 1]), p.__getitem__, q.__getitem__)
+        chain = Drawn(Tree([0, 1, 2]).children, lambda node: int(tokens[0, node - 1]), p.__getitem__, q.__getitem__)
         steps = verify_traversal(chain, coin, draw)
         assert len(steps) == kept + 1
         assert asked == pytest.approx(chance.flip(0)[: len(asked)].tolist(), abs=1e-12)

@@ -87,11 +87,6 @@ class SuffixDrafter:
         counts = self.shared or Counts(self.min_depth, self.max_depth, self.max_runs)
         return SuffixSession(counts, self.min_probability, request)
 
-    def forget(self) -> None:
-        """What earlier calls wrote, if it was kept."""
-        if self.shared is not None:
-            self.shared = Counts(self.min_depth, self.max_depth, self.max_runs)
-
 
 class SuffixSession:
     def __init__(self, counts: Counts, min_probability: float, request: Request) -> None:
