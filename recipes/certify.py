@@ -29,7 +29,7 @@ from specplug.fingerprint import fingerprint
 from specplug.measure import Verdict, compare, processors_of
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
-from specplug.runs import begin, describe_environment, write_json
+from specplug.runs import begin, environment_of, write_json
 from specplug.schedule import FixedSchedule
 
 
@@ -42,7 +42,7 @@ def run(config: Config, folder: Path) -> int:
     rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     prompts = {row.id: encode(pipe.tokenizer, row, config, pipe.model) for row in rows}
-    environment = describe_environment(str(pipe.model.device), str(pipe.model.dtype).removeprefix("torch."))
+    environment = environment_of(pipe.model)
     begin(folder, config, environment)
     adaptive = isinstance(config.schedule, Adaptive)
     if adaptive:  # which may stop drafting, where the clock says that it does not pay

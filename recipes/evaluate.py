@@ -31,7 +31,7 @@ from specplug.metrics.scoring import Scorer
 from specplug.pipelines import length_filter, pipeline_from
 from specplug.report import SoFar, headline, rows, write_reports
 from specplug.round_costs import measure_rounds
-from specplug.runs import Run, append_line, describe_environment, drop_partial_line, each_sample, write_json
+from specplug.runs import Run, append_line, drop_partial_line, each_sample, environment_of, write_json
 from specplug.schedule import AdaptiveSchedule
 from specplug.tracker import Tracker
 
@@ -52,9 +52,7 @@ def run(config: Config, folder: Path) -> int:
     model, tokenizer = pipe.model, pipe.tokenizer
     first = first_prompts(config, tokenizer, model, max(recipe.warmup, 1))
 
-    environment = describe_environment(
-        str(model.device), str(model.dtype).removeprefix("torch."), batch_size=recipe.batch_size
-    )
+    environment = environment_of(model, recipe.batch_size)
     with swapped(plugin.kernel, model) as own_kernel:
         environment["kernel"] = "numba" if own_kernel else "torch"
     environment["bytes_target"] = model.get_memory_footprint()

@@ -19,7 +19,7 @@ from specplug.console import console
 from specplug.fingerprint import stated_target
 from specplug.models import load_target
 from specplug.pruning import keep_layers, spread
-from specplug.runs import begin, describe_environment
+from specplug.runs import begin, environment_of
 
 
 def run(config: Config, folder: Path) -> int:
@@ -36,7 +36,7 @@ def run(config: Config, folder: Path) -> int:
         draft = keep_layers(target, layers)
     except ValueError as error:
         raise ConfigError(f"recipe: {error}") from error
-    environment = describe_environment(str(target.device), str(target.dtype).removeprefix("torch."))
+    environment = environment_of(target)
     begin(folder, config, environment)
     output = Path(recipe.output) if recipe.output is not None else folder / "model"
     facts = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from specplug import report, svg
 from specplug.escape import in_html, in_script
+from specplug.stats import number
 
 ASSETS = Path(__file__).parent / "assets" / "report"
 
@@ -61,11 +62,11 @@ def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: svg.P
         if warning
         else []
     )
-    for number, (title, rows) in enumerate(tables.items()):
+    for place, (title, rows) in enumerate(tables.items()):
         if len(rows) > 1:
-            name = "runs" if number == 0 else f"table-{number}"
+            name = "runs" if place == 0 else f"table-{place}"
             sections.append(section(name, title, table(rows, title, last_is_total=False)))
-        if number == 0 and drawn is not None:
+        if place == 0 and drawn is not None:
             sections.append(section("plots", "Plot", gallery([drawn])))
     lead = "Each run beside plain generate of its own, measured in the same process."
     return fill(f"{len(tables['Runs']) - 1} runs side by side", lead, "\n".join(sections), [])
@@ -87,7 +88,7 @@ def tiles(summary: dict[str, Any]) -> str:
             f"plain / ours, {(scores.get('metric') or 'mean over prompts').replace('_', ' ')}: {scores['verdict']}"
         )
     found = [
-        ("speed-up over plain generate", report.number(summary["speedup"], 2, "x"), between, ""),
+        ("speed-up over plain generate", number(summary["speedup"], 2, "x"), between, ""),
         ("output", exact, detail, "bad" if counts["mismatch"] else ""),
         ("task score", score, of_whom, ""),
     ]

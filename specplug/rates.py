@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specplug.stats import Stats
+from specplug.stats import Stats, ratio
 
 SIDES = ("plain", "assisted", "speculative")
 Sample = dict[str, Any]
@@ -34,7 +34,7 @@ def rate(samples: list[Sample], side: str, decode: bool = False) -> float | None
 
 def speedup(samples: list[Sample], over: str, decode: bool = False) -> float | None:
     ours, theirs = rate(samples, "speculative", decode), rate(samples, over, decode)
-    return ours / theirs if ours is not None and theirs else None
+    return ratio(ours, theirs)
 
 
 def median_ratio(samples: list[Sample], over: str) -> float | None:

@@ -171,6 +171,11 @@ def write_json(file: Path, content: Any) -> None:
     partial.replace(file)
 
 
+def environment_of(model: Any, batch_size: int = 1) -> dict[str, Any]:
+    """Where and with what this model runs."""
+    return describe_environment(str(model.device), str(model.dtype).removeprefix("torch."), batch_size)
+
+
 def describe_environment(device: str, dtype: str, batch_size: int = 1) -> dict[str, Any]:
     """What a figure depends on besides the configuration."""
     import torch

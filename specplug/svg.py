@@ -8,6 +8,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specplug.escape import in_html, one_line
@@ -83,6 +84,13 @@ def inline(plot: Plot) -> str:
     for role, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--{role})")
     return svg
+
+
+def save(plot: Plot, folder: Path) -> str:
+    """Write it into `plots` of a run folder; returns the Markdown that shows it there."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    (folder / "plots" / f"{plot.name}.svg").write_text(standalone(plot), encoding="utf-8")
+    return f"![{plot.title}](plots/{plot.name}.svg)"
 
 
 def standalone(plot: Plot) -> str:
