@@ -22,7 +22,7 @@ from rich.text import Text
 from specplug import certificate, report, tracker
 from specplug.attaching import attached
 from specplug.certificate import Law, compare_race, p_value, processed_logprobs
-from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, to_dict
+from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, choice, to_dict
 from specplug.console import Bar, console
 from specplug.data import load_rows
 from specplug.fingerprint import fingerprint
@@ -63,8 +63,8 @@ def run(config: Config, folder: Path) -> int:
         "target": config.target.name_or_path + (f" at {config.target.revision}" if config.target.revision else ""),
         "fingerprint": fingerprint(pipe.model),
         "draft": config.draft.name_or_path or config.draft.drafter.value,
-        "schedule": f"fixed, gamma {recipe.gamma}" if adaptive else type(config.schedule).__name__.lower(),
-        "engine": type(config.engine).__name__.lower(),
+        "schedule": f"fixed, gamma {recipe.gamma}" if adaptive else choice(config.schedule),
+        "engine": choice(config.engine),
         "dataset": config.dataset.name,
         "num_prompts": len(prompts),
         "seed": config.seed,

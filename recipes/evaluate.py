@@ -24,11 +24,12 @@ from specplug import measure, tracker
 from specplug.config import Config, ConfigError, Drafter, Evaluate, Metric, OnError, first_line
 from specplug.console import Bar, console, table_of
 from specplug.data import History, Row, conversations, prompt_ids
-from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
 from specplug.metrics.scoring import Scorer
+from specplug.models import context_length
 from specplug.pipelines import length_filter, pipeline_from
+from specplug.plugin import models_of
 from specplug.report import SoFar, headline, rows, write_reports
 from specplug.round_costs import measure_rounds
 from specplug.runs import Run, append_line, drop_partial_line, each_sample, environment_of, write_json
@@ -255,15 +256,14 @@ def one_of_each(categories: list[str]) -> list[int]:
 def bytes_beside(drafter: Any, target: Any) -> int:
     """Weights that the drafts need and the target does not have already: an early exit shares all of them."""
     shared = {weights.data_ptr() for weights in target.parameters()}
-    models = [each.model for each in getattr(drafter, "members", [drafter]) if isinstance(each, ModelDrafter)]
-    own = {w.data_ptr(): w.numel() * w.element_size() for model in models for w in model.parameters()}
+    own = {w.data_ptr(): w.numel() * w.element_size() for model in models_of(drafter) for w in model.parameters()}
     return sum(size for address, size in own.items() if address not in shared)
 
 
 def encode(tokenizer: Any, row: Row, config: Config, model: Any, history: History | None = None) -> torch.Tensor:
     """(1, T) ids. Raises ConfigError if prompt and answer do not fit into the target's context."""
     ids = prompt_ids(tokenizer, row, config.dataset, history)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = context_length(model)
     new = config.sampling.max_new_tokens
     if longest is not None and len(ids) + new > longest:
         raise ConfigError(

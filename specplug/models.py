@@ -187,6 +187,12 @@ def check_pair(
         raise ConfigError(f"draft and target have different vocabularies: {named}; {fix}")
 
 
+def context_length(model: PreTrainedModel) -> int | None:
+    """Positions that a model has for prompt and answer together; None where its configuration names no limit."""
+    length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length
+
+
 def share_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Hold embeddings and head once where the draft's are the target's, bit by bit: a quantized copy's, a pruned model's.
 

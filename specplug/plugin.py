@@ -28,9 +28,9 @@ from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
-from specplug.config import Config
+from specplug.config import Config, choice
 from specplug.decode import decode, why_not_at_all, why_not_rounds
-from specplug.drafters import Drafter
+from specplug.drafters import Drafter, members_of
 from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
@@ -78,7 +78,7 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> None:
         if isinstance(draft, Config):
             schedule, kernel, graph = schedule or make_schedule(draft), draft.kernel.value, draft.graph.value
-            engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
+            engine, verify = choice(draft.engine), choice(draft.verify)
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
         self.engine = allowed("engine", engine, ENGINES)
@@ -324,7 +324,7 @@ class SpeculativeProcessor(LogitsProcessor):
         kernels.prepare(self.kernel, model)
         if self.schedule.tree is not None:
             check_drafter(self._drafter)
-        for member in getattr(self._drafter, "members", [self._drafter]):
+        for member in members_of(self._drafter):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
 
@@ -341,8 +341,7 @@ class SpeculativeProcessor(LogitsProcessor):
 
 def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     """The models that draft, none for a lookup."""
-    members = getattr(drafter, "members", [drafter])
-    return [member.model for member in members if isinstance(member, ModelDrafter)]
+    return [member.model for member in members_of(drafter) if isinstance(member, ModelDrafter)]
 
 
 @contextlib.contextmanager

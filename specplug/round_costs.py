@@ -21,6 +21,7 @@ from specplug.config import ConfigError
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
 from specplug.kernel import swapped
+from specplug.models import context_length
 
 # Rounds of one gamma in a row, and how many of them are not timed: until the processor's caches are those of such rounds.
 IN_A_TURN, NOT_TIMED = 10, 2
@@ -179,8 +180,7 @@ def check_room(model: PreTrainedModel, drafter: Any, gammas: Iterable[int], key:
 
 def _context(models: list[Any]) -> int:
     """Positions that all of them can have."""
-    known = (getattr(each.config.get_text_config(), "max_position_embeddings", None) for each in models)
-    return min((each for each in known if each), default=1 << 30)
+    return min((length for each in models if (length := context_length(each))), default=1 << 30)
 
 
 def synchronize(model: PreTrainedModel) -> None:

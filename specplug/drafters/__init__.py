@@ -130,6 +130,12 @@ class Drafter(Protocol):
     def start(self, request: Request) -> Session: ...
 
 
+def members_of(drafter: Any) -> list[Any]:
+    """The drafters of a chain, or the one that it is."""
+    members: list[Any] = getattr(drafter, "members", [drafter])
+    return members
+
+
 class RowProposals(NamedTuple):
     """Drafts for the sequences of a batch, each with as many as its row has."""
 
@@ -167,11 +173,11 @@ class RowSession(Protocol):
         ...
 
 
-class RowByRow:
-    """A session of its own for each sequence: right for drafters that cost no forward pass."""
+class OfSessions:
+    """A session that is made of others, and counts what they count."""
 
-    def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
-        self.sessions = [drafter.start(replace(request, row=b, alone=num_rows == 1)) for b in range(num_rows)]
+    def __init__(self, *sessions: Any) -> None:
+        self.sessions = sessions
 
     @property
     def num_steps(self) -> int:
@@ -180,6 +186,13 @@ class RowByRow:
     @property
     def seconds_forward(self) -> float:
         return sum(session.seconds_forward for session in self.sessions)
+
+
+class RowByRow(OfSessions):
+    """A session of its own for each sequence: right for drafters that cost no forward pass."""
+
+    def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
+        super().__init__(*(drafter.start(replace(request, row=b, alone=num_rows == 1)) for b in range(num_rows)))
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         proposals = {b: self.sessions[b].propose(texts[b], gamma) for b in active}
@@ -203,19 +216,12 @@ class RowByRow:
         self.sessions[row].observe(num_accepted)
 
 
-class OneRow:
+class OneRow(OfSessions):
     """A session for one sequence, of one for several."""
 
     def __init__(self, rows: RowSession) -> None:
+        super().__init__(rows)
         self.rows = rows
-
-    @property
-    def num_steps(self) -> int:
-        return self.rows.num_steps
-
-    @property
-    def seconds_forward(self) -> float:
-        return self.rows.seconds_forward
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         drafts = self.rows.propose([ids], gamma, [0])

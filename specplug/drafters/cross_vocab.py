@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specplug import warp
-from specplug.drafters import OneRow, Request, RowProposals
+from specplug.drafters import OfSessions, OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.translate import TAIL, Reading, Translation
 from specplug.fixed import to_device
@@ -99,7 +99,7 @@ class SharedNoise:
         return noise
 
 
-class CrossVocabSession:
+class CrossVocabSession(OfSessions):
     """A session of the draft's own, which is given each text in the draft's tokens. Read again, a word may be cut otherwise than when it was
     drafted, so what its cache holds is compared with the text each time."""
 
@@ -122,6 +122,7 @@ class CrossVocabSession:
             since=None,
         )
         self.drafts = drafter.start_for(own, num_rows)
+        super().__init__(self.drafts)
         self.names = list(range(num_rows)) if num_rows > 1 else [request.row]
         self.read = request.read
         self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
@@ -129,16 +130,6 @@ class CrossVocabSession:
         # Of each row, in the draft's tokens: the text as it was read last, and, by string, the drafts behind it that are in the cache.
         self.held: list[list[int]] = [[] for _ in range(num_rows)]
         self.num_kept = [0] * num_rows  # drafts in the cache that the target kept, where they are its tokens one by one
-
-    @property
-    def num_steps(self) -> int:
-        steps: int = self.drafts.num_steps
-        return steps
-
-    @property
-    def seconds_forward(self) -> float:
-        seconds: float = self.drafts.seconds_forward
-        return seconds
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         read: dict[int, list[int]] = {}
