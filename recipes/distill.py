@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, set_seed
 from specplug import tracker, training
 from specplug.config import Config, Distill, Texts
 from specplug.console import Bar, console
-from specplug.data import Row, prompt_ids
-from specplug.distillation import TopK, collate_with, held_out_acceptance, left_padded, trainer_for, without_padding
+from specplug.data import Row, prompt_ids, until_end
+from specplug.distillation import TopK, collate_with, held_out_acceptance, left_padded, trainer_for
 from specplug.fingerprint import stated_target
 from specplug.models import load_target
 from specplug.recipes.train import split
@@ -135,7 +135,7 @@ def write_samples(
                 input_ids=ids, attention_mask=mask, max_new_tokens=recipe.sample_new_tokens, pad_token_id=pad, **how
             )[:, ids.shape[1] :].tolist()
             for row, prompt, answer in list(zip(batch, prompts, new, strict=True))[max(made, 0) :]:
-                done.append({"id": row.id, "prompt": prompt, "answer": without_padding(answer, tokenizer.eos_token_id)})
+                done.append({"id": row.id, "prompt": prompt, "answer": until_end(answer, tokenizer.eos_token_id)})
                 out.write(json.dumps(done[-1]) + "\n")
             out.flush()
             bar.advance(len(done))

@@ -294,6 +294,12 @@ def unicode(text: str, what: str) -> str:
     return text
 
 
+def until_end(ids: list[int], eos: int | list[int] | None) -> list[int]:
+    """New tokens up to and with the first that ends a text: what `generate` adds behind it is padding."""
+    ends = eos if isinstance(eos, list) else [eos]
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
+
+
 History = list[tuple[str, str]]  # earlier turns of a conversation: what was asked and what was answered
 
 

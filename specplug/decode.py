@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from specplug import cache as caches
-from specplug import warp
+from specplug import clock, warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
@@ -140,11 +140,7 @@ def decode(
     forward passes so that the seconds in `stats` are right. Costs overlap.
     """
 
-    def now() -> float:
-        if synchronize and model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return time.perf_counter()
-
+    now = functools.partial(clock.now, model.device, synchronize)
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     keep = bool(generation_config.return_dict_in_generate)

@@ -14,8 +14,9 @@ from torch.nn import functional
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from specplug import clock
 from specplug.config import Config, Walk, first_line
-from specplug.data import Row
+from specplug.data import Row, until_end
 from specplug.drafters.chain import ChainDrafter
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
@@ -24,7 +25,6 @@ from specplug.drafters.suffix import SuffixDrafter
 from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
-from specplug.round_costs import synchronize
 from specplug.stats import Call
 from specplug.trace import Trace, describe
 
@@ -64,11 +64,9 @@ def timed_generate(model: Any, ids: Tensor, seed: int, **arguments: Any) -> Time
     """One `generate` call on (1, T) ids from a fixed state of the random stream."""
     torch.manual_seed(seed)
     first = FirstToken()
-    synchronize(model)
-    started = time.perf_counter()
+    started = clock.now(model.device, wait=True)
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=first, **arguments)
-    synchronize(model)
-    seconds = time.perf_counter() - started
+    seconds = clock.now(model.device, wait=True) - started
     return Timed(output[0, ids.shape[1] :].tolist(), seconds, first.at - started)
 
 
@@ -79,19 +77,11 @@ def timed_batch(model: Any, prompts: list[Tensor], pad: int, seed: int, **argume
     ids = torch.cat([functional.pad(each, (width - each.shape[1], 0), value=pad) for each in prompts])  # (B, T)
     mask = torch.stack([torch.arange(width) >= width - each.shape[1] for each in prompts]).long().to(ids.device)
     torch.manual_seed(seed)
-    synchronize(model)
-    started = time.perf_counter()
+    started = clock.now(model.device, wait=True)
     output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **arguments)
-    synchronize(model)
-    share = (time.perf_counter() - started) / len(prompts)
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return [Timed(until_end(row[width:].tolist(), ends), share, None) for row in output]
-
-
-def until_end(ids: list[int], ends: list[int | None]) -> list[int]:
-    """Without the padding of a sequence that was finished before others of its batch."""
-    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
+    share = (clock.now(model.device, wait=True) - started) / len(prompts)
+    eos = model.generation_config.eos_token_id
+    return [Timed(until_end(row[width:].tolist(), eos), share, None) for row in output]
 
 
 @dataclass

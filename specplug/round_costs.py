@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
-from specplug import packed
+from specplug import clock, packed
 from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.capture import Capture, Passes
 from specplug.config import ConfigError
@@ -91,11 +91,9 @@ class Standing:
             logits: Tensor = self.model(input_ids=new, use_cache=True, return_dict=True, **{NAME: self.cache}).logits
             return logits
 
-        synchronize(self.model)
-        started = time.perf_counter()
+        started = clock.now(self.model.device, wait=True)
         passes(new, self.cache, ordinary)
-        synchronize(self.model)
-        seconds = time.perf_counter() - started
+        seconds = clock.now(self.model.device, wait=True) - started
         grows = int(self.grown[width > 1] < GROWTH)
         self.grown[width > 1] += grows
         crop(self.cache, width - grows)
@@ -181,8 +179,3 @@ def check_room(model: PreTrainedModel, drafter: Any, gammas: Iterable[int], key:
 def _context(models: list[Any]) -> int:
     """Positions that all of them can have."""
     return min((length for each in models if (length := context_length(each))), default=1 << 30)
-
-
-def synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -15,7 +15,7 @@ import specplug
 from specplug import measure
 from specplug.cli import run_recipe
 from specplug.config import ConfigError
-from specplug.measure import until_end
+from specplug.data import until_end
 from specplug.rates import by_length
 from specplug.runs import each_sample
 
