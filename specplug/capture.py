@@ -29,12 +29,13 @@ from transformers.generation import GenerationMixin
 
 from specplug.attention import own_sdpa
 from specplug.cache import NAME, Rooms, RoomyLayer
+from specplug.choices import Graph
 from specplug.recording import RECORDING, Recording, trace_with_weights
 
 if TYPE_CHECKING:
     from specplug.fixed import FixedPasses
 
-GRAPHS = ("capture", "compile", "off")
+GRAPHS = tuple(each.value for each in Graph)
 MAX_WIDTH = 64
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.

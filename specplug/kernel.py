@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specplug.choices import Kernel
 from specplug.config import first_line
 
 log = logging.getLogger(__name__)
 
-KERNELS = ("auto", "torch", "numba")
+KERNELS = tuple(each.value for each in Kernel)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 17
 MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves

@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specplug import warp
+from specplug.choices import CrossVocab
 from specplug.drafters import OfSessions, OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.translate import TAIL, Reading, Translation
 from specplug.fixed import to_device
 from specplug.noise import Noise
 
-METHODS = ("auto", "intersection", "string")
+METHODS = tuple(each.value for each in CrossVocab)
 
 
 class CrossVocabDrafter(ModelDrafter):
