@@ -130,11 +130,9 @@ class Checks:
         first = self.seed + number * self.recipe.draws
         texts = [tuple(self.ours("law", ids, first + k, short)) for k in range(self.recipe.draws)]
         statistic, freedom = law.test(texts)
-        self.statistic, self.freedom, self.num_texts = (
-            self.statistic + statistic,
-            self.freedom + freedom,
-            self.num_texts + len(texts),
-        )
+        self.statistic += statistic
+        self.freedom += freedom
+        self.num_texts += len(texts)
 
     def plain(self, ids: torch.Tensor, seed: int, arguments: dict[str, Any]) -> list[int]:
         self.plugin.detach(release=False)
@@ -156,11 +154,9 @@ class Checks:
     def note(self, check: str, what: str, verdict: Verdict) -> None:
         self.verdicts[check][verdict.kind] += 1
         if verdict.kind != "identical":
-            gap = (
-                ""
-                if verdict.gap is None
-                else f", the two tokens {verdict.gap:.3g} apart, rounding {verdict.tolerance:.3g}"
-            )
+            gap = ""
+            if verdict.gap is not None:
+                gap = f", the two tokens {verdict.gap:.3g} apart, rounding {verdict.tolerance:.3g}"
             self.differences.append(
                 f"{check}, {verdict.kind.replace('_', ' ')}: {what}, new token {(verdict.position or 0) + 1}{gap}"
             )

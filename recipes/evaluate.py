@@ -163,8 +163,9 @@ class Evaluation:
         self.to_trace: list[tuple[int, list[Row]]] = []  # number of a row, and its conversation up to it
 
     def run(self) -> None:
-        number, group = 0, []  # type: ignore[var-annotated]
-        place, seen = 0, Counter[str]()
+        group: list[list[Row]] = []  # conversations whose last turns are decoded together
+        number = place = 0  # of the group's first row, of the next row
+        seen: Counter[str] = Counter()
         for turns in source(self.config):
             for k, row in enumerate(turns):
                 # A later turn needs the answers to those before it, so they are not decoded with it.

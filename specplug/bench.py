@@ -20,13 +20,12 @@ from specplug.round_costs import RoundCosts
 from specplug.stats import Stats, number, ratio
 from specplug.verify import Verified, sample_by_inversion
 
-PLAIN, ASSISTED, STATIC, OWN, ADAPTIVE = (
-    "transformers",
-    "transformers, assisted",
-    "transformers, static cache",
-    "gamma 0",
-    "adaptive",
-)
+# Ways to decode. Others of ours are named by their gamma, "gamma 4", or by their schedule.
+PLAIN = "transformers"
+ASSISTED = "transformers, assisted"
+STATIC = "transformers, static cache"
+OWN = "gamma 0"
+ADAPTIVE = "adaptive"
 SYNTHETIC = "synthetic"
 HEADER = (
     "way", "tok/s", "x plain", "decoding", "x plain", "first token", "a round", "target", "draft", "rest", "tokens a round",

@@ -15,10 +15,9 @@ from specplug.sources import Record, Template, flat, lookup, read_file, records,
 
 log = logging.getLogger(__name__)
 
-USERS, ASSISTANTS = (
-    ("user", "human"),
-    ("assistant", "gpt", "chatgpt", "bing", "bard"),
-)  # names in chat and ShareGPT files
+# Who speaks, in chat and ShareGPT files.
+USERS = ("user", "human")
+ASSISTANTS = ("assistant", "gpt", "chatgpt", "bing", "bard")
 
 
 @dataclass(frozen=True)

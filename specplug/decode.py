@@ -236,9 +236,8 @@ def decode(
                 rejected = rejected or origin == "recovered"
                 stop = stopping.should_stop(text, token, all_scores)
                 if streamer is not None:
-                    streamer.put(
-                        torch.tensor([token], dtype=input_ids.dtype)
-                    )  # (1,), on the CPU, as plain decoding does
+                    # (1,), on the CPU, as plain decoding does
+                    streamer.put(torch.tensor([token], dtype=input_ids.dtype))
                 if stop:
                     break
             if trace is not None:
@@ -356,9 +355,8 @@ def _pass(model: Any, text: Tensor, prompt: int, width: int, model_kwargs: dict[
     if further:
         types = model_kwargs.get("token_type_ids")
         model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=further)
-        if (
-            types is not None
-        ):  # plain decoding repeats the last one, and transformers here as many of the last as are new
+        if types is not None:
+            # Plain decoding repeats the last one, and transformers here as many of the last as are new.
             model_kwargs["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, further)], dim=1)
     if "logits_to_keep" in model_kwargs:
         model_kwargs = {**model_kwargs, "logits_to_keep": width}

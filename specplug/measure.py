@@ -246,9 +246,8 @@ class Sides:
             return max(found, key=lambda verdict: SEVERITY.index(verdict.kind))
         if isinstance(self.config.verify, Walk) and all(each == plain for each in others):
             return Verdict("identical")
-        return Verdict(
-            "not_compared"
-        )  # under walk, rounding may part those drawn by the same numbers, at the edge of a race
+        # Under walk, rounding may part even those that were drawn by the same numbers, at the edge of a race.
+        return Verdict("not_compared")
 
     def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
         """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""

@@ -57,11 +57,10 @@ def of_run(summary: dict[str, Any], config: dict[str, Any], drawn: list[svg.Plot
 
 def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: svg.Plot | None) -> str:
     """The page of several runs. `tables` by title, each with its header first."""
-    sections = (
-        [f'<section role="note" class="bad"><p>{in_html(warning[0].upper() + warning[1:])}.</p></section>']
-        if warning
-        else []
-    )
+    sections = []
+    if warning:
+        told = in_html(warning[0].upper() + warning[1:])
+        sections.append(f'<section role="note" class="bad"><p>{told}.</p></section>')
     for place, (title, rows) in enumerate(tables.items()):
         if len(rows) > 1:
             name = "runs" if place == 0 else f"table-{place}"
@@ -141,9 +140,8 @@ def fill(title: str, lead: str, body: str, traces: list[dict[str, Any]]) -> str:
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template
-    )  # in one go: what is put in is not looked at
+    # All in one go, so that what is put in is not looked at.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
 def colours() -> str:

@@ -248,9 +248,7 @@ class SpeculativeProcessor(LogitsProcessor):
             choosing = LogitsProcessorList([*processors, Chooser(keyed, left_padding(input_ids, mask))])
             drawing = copy.copy(config)
             drawing.do_sample = False  # nothing is left to draw, and the stream is not touched
-        loop = functools.partial(
-            plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs
-        )  # fmt: skip
+        loop = functools.partial(plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs)
         if call.engine == "plain":
             return loop()
         lookahead = Lookahead(

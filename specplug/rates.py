@@ -52,10 +52,8 @@ def interval(samples: list[Sample], over: str, bootstrap: int, seed: int) -> lis
     ratios = []
     for _ in range(bootstrap):
         drawn = rng.integers(len(samples), size=len(samples))
-        ours, theirs = (
-            tokens[drawn].sum() / seconds[drawn].sum(),
-            their_tokens[drawn].sum() / their_seconds[drawn].sum(),
-        )
+        ours = tokens[drawn].sum() / seconds[drawn].sum()
+        theirs = their_tokens[drawn].sum() / their_seconds[drawn].sum()
         ratios.append(ours / theirs if theirs else 0.0)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return [float(low), float(high)]

@@ -28,13 +28,8 @@ PACKAGES = (
     "datasets",
     "matplotlib",
 )
-MAY_DIFFER = {
-    "resume",
-    "recipe.limit",
-    "recipe.trace",
-    "recipe.on_error",
-    "tracker",
-}  # a finished run may be taken further
+# By which a run that goes on may differ from the one that was begun: a finished run may be taken further.
+MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace", "recipe.on_error", "tracker"}
 
 
 class Run:

@@ -121,9 +121,8 @@ def _body(plot: Plot) -> str:
         f'<desc id="{plot.name}-desc">{in_html(plot.caption)}</desc>'
     )
     labelled = f'role="img" aria-labelledby="{plot.name}-title" aria-describedby="{plot.name}-desc" '
-    return re.sub(
-        r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1
-    ).rstrip()  # a function, since a replacement's backslashes are read
+    # By a function, since backslashes in a replacement are read.
+    return re.sub(r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1).rstrip()
 
 
 def name_rows(axes: Any, names: list[str], longest: int = 22) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 class Verified(NamedTuple):
     num_accepted: Tensor  # (B,) how many draft tokens are kept, 0 to G
-    next_token: (
-        Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G; -1: see sample_by_inversion
-    )
+    # (B,) the recovered token, or the bonus token where num_accepted = G; -1 where neither could be drawn, see `checked`
+    next_token: Tensor
 
 
 def verify_greedy(draft_tokens: Tensor, target_scores: Tensor, num_drafts: Tensor | None = None) -> Verified:

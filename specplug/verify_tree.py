@@ -19,7 +19,7 @@ class Odds(NamedTuple):
     """How things stand at a node when its next child is looked at."""
 
     weight: (
-        Tensor  # (), chance that the path down to the node is kept, if none of its further children is; 1 by recursion
+        Tensor  # (), chance that the path down to the node is kept if none of its further children is; 1 by recursion
     )
     target: Tensor  # (V,) distribution of the token behind the node, if the path is kept and no child so far is
     draft: Tensor  # (V,) that the next child was drawn from

@@ -57,9 +57,8 @@ def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
     assert isinstance(recipe, Bench)
     plugin, model = sides.plugin, sides.model
     ways = {bench.PLAIN: Way(sides, None, {})}
-    if (
-        sides.assisted is not None and recipe.synthetic_alpha is None
-    ):  # theirs would accept what random weights agree on
+    # With a synthetic alpha theirs would accept what random weights agree on.
+    if sides.assisted is not None and recipe.synthetic_alpha is None:
         ways[bench.ASSISTED] = Way(sides, None, sides.assisted)
     if model.device.type == "cuda" and recipe.batch_size == 1:  # generate compiles where it finds one
         ways[bench.STATIC] = Way(sides, None, {"cache_implementation": "static"})
