@@ -30,12 +30,7 @@ QUICK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """They take most of such a short run's time."""
-    from specplug import plots
-
-    monkeypatch.setattr(plots, "of_run", lambda *_: [])
+pytestmark = pytest.mark.usefixtures("quick_reports")
 
 
 def run(capsys, folder, *overrides):
