@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from specplug import tracker, training
 from specplug.config import Config, Distill, Texts
 from specplug.console import Bar, console
-from specplug.data import Row, prompt_ids, until_end
+from specplug.data import Row, pad_of, prompt_ids, until_end
 from specplug.distillation import TopK, collate_with, held_out_acceptance, left_padded, trainer_for
 from specplug.fingerprint import stated_target
 from specplug.models import load_target
@@ -37,17 +37,10 @@ def run(config: Config, folder: Path) -> int:
     target, tokenizer = load_target(config.target)
     train, held_out = split(config, recipe.held_out)
     set_seed(config.seed)
-    if recipe.init is not None:
-        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
-    else:
-        shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
-        draft = training.new_model(shape, tokenizer, recipe.max_length)
-    if recipe.freeze_embeddings:
-        for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-            module.requires_grad_(False)
+    draft = untrained_draft(recipe, target, tokenizer)
     environment = describe_environment(training.device_name(), recipe.precision.name)
     begin(folder, config, environment)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = pad_of(tokenizer)
     where: Any = target
     where.to(training.device_name())
     tracking = tracker.start(config, folder)
@@ -98,6 +91,18 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
+def untrained_draft(recipe: Distill, target: Any, tokenizer: Any) -> Any:
+    if recipe.init is not None:
+        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
+    else:
+        shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
+        draft = training.new_model(shape, tokenizer, recipe.max_length)
+    if recipe.freeze_embeddings:
+        for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+            module.requires_grad_(False)
+    return draft
+
+
 def texts(
     target: Any, tokenizer: Any, train: list[Row], held_out: list[Row], config: Config, folder: Path
 ) -> tuple[list[Example], list[Example]]:
@@ -120,7 +125,7 @@ def write_samples(
     drop_partial_line(file)
     done = read_samples(file)
     batches = [rows[k : k + recipe.sample_batch_size] for k in range(0, len(rows), recipe.sample_batch_size)]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = pad_of(tokenizer)
     bar = Bar("held-out samples" if greedy else "target samples").start(len(rows), len(done))
     with file.open("a", encoding="utf-8") as out:
         for number, batch in enumerate(batches):

@@ -297,6 +297,12 @@ def unicode(text: str, what: str) -> str:
     return text
 
 
+def pad_of(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's own, else its end of sequence, else 0."""
+    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return pad
+
+
 def until_end(ids: list[int], eos: int | list[int] | None) -> list[int]:
     """New tokens up to and with the first that ends a text: what `generate` adds behind it is padding."""
     ends = eos if isinstance(eos, list) else [eos]

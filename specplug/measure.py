@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specplug import clock
 from specplug.config import Config, Walk, first_line
-from specplug.data import Row, until_end
+from specplug.data import Row, pad_of, until_end
 from specplug.drafters.chain import ChainDrafter
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
@@ -143,7 +143,7 @@ class Sides:
         self.arguments, self.scorer = generate_arguments(config), Scorer(config.dataset)
         recipe: Any = config.recipe
         self.repeats = recipe.repeats
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+        self.pad = pad_of(tokenizer)
         self.assisted: dict[str, Any] | None = None
         if recipe.compare_assisted and recipe.batch_size > 1:
             log.warning("transformers' assisted generation is left out, it takes one sequence: recipe.batch_size=1")
