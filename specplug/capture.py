@@ -1,10 +1,10 @@
 """Passes of one sequence, recorded once for one position and once for several, and replayed without the Python in between.
 
-In a pass of a small model that Python (modules, decorators, masks) takes a third to a half of the time, on a GPU often more
-than the device needs. torch's tracer writes down which operations a pass comes to, and replays them: the same kernels in
-the same order. So results are equal bit by bit, which is looked at before a recording is used, at each width anew; a model of
-which that is not so, or which decides by what it sees, is run as ever. torch would rather have `torch.compile` used, which
-on the CPU needs a C++ compiler, takes minutes, and rounds differently; where the tracer is gone nothing is recorded.
+A third to a half of the time of a small model's pass is Python: modules, decorators, masks; on a GPU that is often more than the
+kernels take. torch's tracer writes down the operations of a pass, and replays them: the same kernels in the same order, so that
+results are equal bit by bit. That is checked before a recording is used, and at each width anew; a model for which it does not
+hold, or which branches on values, runs as usual. torch recommends `torch.compile` instead, which on the CPU needs a C++ compiler,
+takes minutes, and rounds differently. Where a later torch has no tracer, nothing is recorded.
 
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
@@ -45,16 +45,16 @@ STOCK = ("torch.nn.", "transformers.", "specplug.")
 
 
 class Capture:
-    """What one call has recorded or captured, for all its models, and what that took.
+    """Recordings and graphs of one call, of all its models, and the seconds that making them took.
 
-    Args: `graph`, one of GRAPHS; how many passes of a kind there have to be before one is recorded or captured, None for as many
-    as make it likely to be repaid.
+    Args: `graph`, one of GRAPHS; `uses_before`, how many passes of a kind there are before one is recorded, None for as many as
+    make it likely that a recording is repaid.
     """
 
     def __init__(self, graph: str = "off", uses_before: int | None = None) -> None:
         self.graph = graph
         self.uses_before = uses_before
-        self.seconds = 0.0  # not those of any pass
+        self.seconds = 0.0  # of recording, without the ordinary passes made meanwhile
         self._opened: list[Any] = []
 
     def passes(self, model: PreTrainedModel) -> "Passes":

@@ -53,7 +53,7 @@ READ_BY: dict[str, tuple[Drafter, ...]] = {
 
 
 class Problems(list[str]):
-    """Lines, under `group`, whose values are those of `values`."""
+    """What is wrong with one group of the configuration, a line each. `values`: the group's dataclass."""
 
     def __init__(self, group: str, values: object) -> None:
         super().__init__()

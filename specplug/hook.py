@@ -20,7 +20,7 @@ from specplug.cache import NAME
 
 
 class Serves(Protocol):
-    """What a plugin is to this module."""
+    """What this module needs of a plugin."""
 
     def serve(self, model: PreTrainedModel, plain: Any, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -28,7 +28,7 @@ class Serves(Protocol):
 
 
 class Intercepts(Protocol):
-    """What a lookahead is to this module."""
+    """What this module needs of a lookahead."""
 
     def after_prefill(self, outputs: Any) -> None: ...
 
@@ -54,8 +54,8 @@ _SETTINGS: ContextVar[CallSettings | None] = ContextVar("specplug settings of th
 class SpeculativeMixin:
     """Put before a model's own class while it is served.
 
-    A method may be looked up while that is so and run when it is over, where calls of several threads end at different times. So
-    what stands behind it is not looked up by `super()`, which would then raise, but see `_own`.
+    One thread may look a method up here and run it after another thread's call has ended and swapped the class back. `super()`
+    would then raise, so the model's own method is found by `_own`.
     """
 
     _specplug_original: type

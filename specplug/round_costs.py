@@ -1,7 +1,7 @@
-"""What the passes that rounds consist of cost, measured as rounds have them: draft steps, then the target's pass.
+"""What the passes of a round cost, measured in the order in which a round has them: draft steps, then the target's pass.
 
-In a row, a pass finds what the one before left in the processor's caches, which is not what it finds behind passes of another
-model. So rounds are acted: drafts that are only fed, no verification, nothing else in between.
+A pass that follows one of the same model finds other things in the processor's caches than one that follows another model. So
+whole rounds are simulated: drafts are fed whatever they are, and nothing is verified or done in between.
 """
 
 import time
@@ -25,7 +25,7 @@ from specplug.models import context_length
 
 # Rounds of one gamma in a row, and how many of them are not timed: until the processor's caches are those of such rounds.
 IN_A_TURN, NOT_TIMED = 10, 2
-MOST_DRAFTS = 3  # fed in a round that is acted; more of them cost what these do
+MOST_DRAFTS = 3  # fed in a simulated round; more of them cost what these do
 # Positions that a text grows by with passes over one, and with those over several, so that recordings of either are compared at
 # another length; then it stays as it is.
 GROWTH = 4
@@ -71,7 +71,7 @@ class RoundCosts:
 
 
 class Standing:
-    """A model on a text, which grows with its first passes."""
+    """A model with a text in its cache, over which passes are timed. The first few of them make the text longer."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, roomy: bool = True) -> None:
         self.model: Any = model
@@ -124,7 +124,7 @@ def measure_rounds(
         session.propose(text, gamma)
         return time.perf_counter() - started
 
-    def act(gamma: int) -> list[tuple[list[float], float]]:
+    def simulate(gamma: int) -> list[tuple[list[float], float]]:
         """Of each round of a turn: its draft steps, and the target's pass."""
         models = [model] if draft is None else [model, draft.model]
         with swapped(kernel, *models), packed.swapped(kernel, *models):
@@ -132,7 +132,7 @@ def measure_rounds(
                 passes = Capture(graph, uses_before=0).passes(model)
             with torch.inference_mode():  # where drafts are made
                 of_draft = None if draft is None else Capture(graph, uses_before=0).passes(draft.model)
-            acted = []
+            rounds = []
             for _ in range(IN_A_TURN):
                 drafts: list[float] = []
                 if draft is not None and of_draft is not None:
@@ -141,8 +141,8 @@ def measure_rounds(
                 elif gamma:
                     drafts = [propose(gamma)]
                 with torch.no_grad():
-                    acted.append((drafts, target.seconds(passes, gamma + 1)))
-        return acted
+                    rounds.append((drafts, target.seconds(passes, gamma + 1)))
+        return rounds
 
     def plain_steps() -> list[float]:
         with torch.no_grad():
@@ -150,7 +150,7 @@ def measure_rounds(
             return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)]
 
     for gamma in chosen:  # to record, to compare, and to see whether that was all
-        act(gamma)
+        simulate(gamma)
     seconds: dict[int, list[float]] = {gamma: [] for gamma in chosen}
     steps: list[float] = []
     first: list[float] = []
@@ -158,7 +158,7 @@ def measure_rounds(
     for _ in range(-(-repeats // (IN_A_TURN - NOT_TIMED))):
         steps += plain_steps()[NOT_TIMED:]
         for gamma in chosen:
-            for drafts, pass_ in act(gamma)[NOT_TIMED:]:
+            for drafts, pass_ in simulate(gamma)[NOT_TIMED:]:
                 seconds[gamma].append(pass_)
                 first += drafts[:1]
                 later += drafts[1:]

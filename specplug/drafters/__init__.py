@@ -246,8 +246,8 @@ def start_rows(drafter: Drafter, request: Request, num_rows: int) -> RowSession:
 
 
 class Safely:
-    """Asks for proposals and counts the time. A draft that raises is done without from then on: the text so far is right,
-    and it goes on plainly."""
+    """Asks for proposals and counts the time. Once a draft has raised, it is not asked again in this call: the text so far is
+    right, and decoding goes on plainly."""
 
     def __init__(self, stats: Stats, noise: Noise | None = None) -> None:
         self.stats, self.noise, self.broken = stats, noise, False
