@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,17 +53,24 @@ def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
     served, threads = [] if kernel == "torch" else _served(*models), torch.get_num_threads()
     modules = [module for module in served if not isinstance(_compiled(module.weight.dtype, threads), str)]
-    entered: list[nn.Linear] = []
+    with entered(modules, _enter, _leave):
+        yield bool(modules)
+
+
+@contextlib.contextmanager
+def entered(modules: Sequence[nn.Module], enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Iterator[None]:
+    """Within it each of the modules was given to `enter`; then those are given to `leave`, also where an `enter` raised."""
+    done = []
     try:
         with _ENTERING:
             for module in modules:
-                _enter(module)
-                entered.append(module)
-        yield bool(modules)
+                enter(module)
+                done.append(module)
+        yield
     finally:
         with _ENTERING:
-            for module in entered:
-                _leave(module)
+            for module in done:
+                leave(module)
 
 
 _ENTERING = threading.Lock()

@@ -22,6 +22,7 @@ from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
+from specplug.drafters.translate import common_prefix
 from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
@@ -103,10 +104,8 @@ def compare(
     """
     if plain == ours:
         return Verdict("identical")
-    position = next(
-        (i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours))
-    )
-    if position >= min(len(plain), len(ours)):  # one is the other's beginning: no choice of tokens explains that
+    position = common_prefix(plain, ours)
+    if position == min(len(plain), len(ours)):  # one is the other's beginning: no choice of tokens explains that
         return Verdict("mismatch", position)
     prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
     with torch.no_grad():

@@ -20,7 +20,7 @@ from specplug import warp
 from specplug.choices import CrossVocab
 from specplug.drafters import OfSessions, OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter
-from specplug.drafters.translate import TAIL, Reading, Translation
+from specplug.drafters.translate import TAIL, Reading, Translation, common_prefix
 from specplug.fixed import to_device
 from specplug.noise import Noise
 
@@ -139,7 +139,7 @@ class CrossVocabSession(OfSessions):
             self.texts[b] += new
             read[b] = self.readings[b].read(self.texts[b])
             held = self.held[b] + [self.translation.to_draft.get(token, -1) for token in new[: self.num_kept[b]]]
-            self.drafts.hold(b, min(_common_prefix(held, read[b]), len(read[b]) - 1))
+            self.drafts.hold(b, min(common_prefix(held, read[b]), len(read[b]) - 1))
             self.held[b], self.num_kept[b] = read[b], 0
             if self.noise is not None:
                 self.noise.ahead[self.names[b]] = len(self.texts[b]) - len(read[b])
@@ -178,15 +178,6 @@ class CrossVocabSession(OfSessions):
         longest = max(lengths)
         padded = [token for tokens in said for token in (*tokens, *[0] * (longest - len(tokens)))]
         return RowProposals(to_device(padded, like.device).view(len(said), longest), lengths, None, [0] * len(said))
-
-
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
 
 
 def _below(tokens: list[int], vocab_size: int) -> list[int]:
