@@ -72,10 +72,8 @@ def run(config: Config, folder: Path) -> int:
     finally:
         tracking.finish()
     acceptance = held_out_acceptance(target, draft.eval(), held, pad)
-    output = Path(recipe.output) if recipe.output is not None else folder / "model"
     source = f"of the target at temperature {recipe.temperature}" if recipe.texts is Texts.target else "given"
     facts = {
-        "command": f"`{' '.join(environment['command'])}`",
         "target": config.target.name_or_path,
         "seed": config.seed,
         "data": f"{len(written)} texts {source} for {config.dataset.name}, loss {recipe.loss.value}",
@@ -84,9 +82,8 @@ def run(config: Config, folder: Path) -> int:
         **{f"acceptance on {len(held)} held-out greedy texts, {name}": value for name, value in acceptance.items()},
     }
     title = f"Draft for {config.target.name_or_path}"
-    card = training.model_card(title, facts, environment, stated_target(config.target, target))
-    training.write_model(output, draft, tokenizer, card, getattr(torch, recipe.save_dtype.value))
-    console.print(f"model: {output}")
+    made_for = stated_target(config.target, target)
+    output = training.save(recipe, folder, draft, tokenizer, title, facts, environment, made_for)
     print(json.dumps(losses | acceptance | {"model": str(output), "parameters": draft.num_parameters()}))
     return 0
 
