@@ -110,6 +110,18 @@ class Session(Protocol):
         ...
 
 
+class TextSession:
+    """A session that drafts from the text alone: it makes no forward pass, and need not be told what was kept."""
+
+    num_steps, seconds_forward = 0, 0.0
+
+    def observe(self, num_accepted: int) -> None:
+        pass
+
+    def observe_path(self, nodes: list[int]) -> None:
+        pass
+
+
 class TreeSession(Session, Protocol):
     """What the session of a drafter with `drafts_trees = True` can do as well, where the request says `tree`."""
 
