@@ -5,7 +5,6 @@ each pass `cache.align` moves every row by its own number of rejected positions.
 here; the `lookahead` engine then does.
 """
 
-import functools
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from specplug import cache as caches
-from specplug import clock, warp
+from specplug import warp
 from specplug.attention import takes_positions
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
@@ -111,7 +110,11 @@ def decode_batch(
     `keyed`: the noise of a call with a seed, which is verified by the walk rule.
     """
 
-    now = functools.partial(clock.now, model.device, synchronize)
+    def now() -> float:
+        if synchronize and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))

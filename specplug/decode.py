@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from specplug import cache as caches
-from specplug import clock, warp
+from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
@@ -138,7 +138,12 @@ def decode(
     `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around
     forward passes so that the seconds in `stats` are right. Costs overlap.
     """
-    now = functools.partial(clock.now, model.device, synchronize)
+
+    def now() -> float:
+        if synchronize and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     text = Text(input_ids)

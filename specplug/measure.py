@@ -14,7 +14,6 @@ from torch.nn import functional
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from specplug import clock
 from specplug.config import Config, Walk, first_line
 from specplug.data import Row, pad_of, until_end
 from specplug.drafters.chain import ChainDrafter
@@ -26,6 +25,7 @@ from specplug.drafters.translate import common_prefix
 from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
+from specplug.round_costs import synchronize
 from specplug.stats import Call
 from specplug.trace import Trace, describe
 
@@ -65,9 +65,11 @@ def timed_generate(model: Any, ids: Tensor, seed: int, **arguments: Any) -> Time
     """One `generate` call on (1, T) ids from a fixed state of the random stream."""
     torch.manual_seed(seed)
     first = FirstToken()
-    started = clock.now(model.device, wait=True)
+    synchronize(model)
+    started = time.perf_counter()
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=first, **arguments)
-    seconds = clock.now(model.device, wait=True) - started
+    synchronize(model)
+    seconds = time.perf_counter() - started
     return Timed(output[0, ids.shape[1] :].tolist(), seconds, first.at - started)
 
 
@@ -78,9 +80,11 @@ def timed_batch(model: Any, prompts: list[Tensor], pad: int, seed: int, **argume
     ids = torch.cat([functional.pad(each, (width - each.shape[1], 0), value=pad) for each in prompts])  # (B, T)
     mask = torch.stack([torch.arange(width) >= width - each.shape[1] for each in prompts]).long().to(ids.device)
     torch.manual_seed(seed)
-    started = clock.now(model.device, wait=True)
+    synchronize(model)
+    started = time.perf_counter()
     output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **arguments)
-    share = (clock.now(model.device, wait=True) - started) / len(prompts)
+    synchronize(model)
+    share = (time.perf_counter() - started) / len(prompts)
     eos = model.generation_config.eos_token_id
     return [Timed(until_end(row[width:].tolist(), eos), share, None) for row in output]
 

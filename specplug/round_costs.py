@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
-from specplug import clock, packed
+from specplug import packed
 from specplug.cache import NAME, crop, prepare_for_crop
 from specplug.capture import Capture, Passes
 from specplug.config import ConfigError
@@ -91,9 +91,11 @@ class Standing:
             logits: Tensor = self.model(input_ids=new, use_cache=True, return_dict=True, **{NAME: self.cache}).logits
             return logits
 
-        started = clock.now(self.model.device, wait=True)
+        synchronize(self.model)
+        started = time.perf_counter()
         passes(new, self.cache, ordinary)
-        seconds = clock.now(self.model.device, wait=True) - started
+        synchronize(self.model)
+        seconds = time.perf_counter() - started
         grows = int(self.grown[width > 1] < GROWTH)
         self.grown[width > 1] += grows
         crop(self.cache, width - grows)
@@ -124,7 +126,7 @@ def measure_rounds(
         session.propose(text, gamma)
         return time.perf_counter() - started
 
-    def simulate(gamma: int) -> list[tuple[list[float], float]]:
+    def act(gamma: int) -> list[tuple[list[float], float]]:
         """Of each round of a turn: its draft steps, and the target's pass."""
         models = [model] if draft is None else [model, draft.model]
         with swapped(kernel, *models), packed.swapped(kernel, *models):
@@ -132,7 +134,7 @@ def measure_rounds(
                 passes = Capture(graph, uses_before=0).passes(model)
             with torch.inference_mode():  # where drafts are made
                 of_draft = None if draft is None else Capture(graph, uses_before=0).passes(draft.model)
-            rounds = []
+            acted = []
             for _ in range(IN_A_TURN):
                 drafts: list[float] = []
                 if draft is not None and of_draft is not None:
@@ -141,8 +143,8 @@ def measure_rounds(
                 elif gamma:
                     drafts = [propose(gamma)]
                 with torch.no_grad():
-                    rounds.append((drafts, target.seconds(passes, gamma + 1)))
-        return rounds
+                    acted.append((drafts, target.seconds(passes, gamma + 1)))
+        return acted
 
     def plain_steps() -> list[float]:
         with torch.no_grad():
@@ -150,7 +152,7 @@ def measure_rounds(
             return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)]
 
     for gamma in chosen:  # to record, to compare, and to see whether that was all
-        simulate(gamma)
+        act(gamma)
     seconds: dict[int, list[float]] = {gamma: [] for gamma in chosen}
     steps: list[float] = []
     first: list[float] = []
@@ -158,7 +160,7 @@ def measure_rounds(
     for _ in range(-(-repeats // (IN_A_TURN - NOT_TIMED))):
         steps += plain_steps()[NOT_TIMED:]
         for gamma in chosen:
-            for drafts, pass_ in simulate(gamma)[NOT_TIMED:]:
+            for drafts, pass_ in act(gamma)[NOT_TIMED:]:
                 seconds[gamma].append(pass_)
                 first += drafts[:1]
                 later += drafts[1:]
@@ -179,3 +181,8 @@ def check_room(model: PreTrainedModel, drafter: Any, gammas: Iterable[int], key:
 def _context(models: list[Any]) -> int:
     """Positions that all of them can have."""
     return min((length for each in models if (length := context_length(each))), default=1 << 30)
+
+
+def synchronize(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -5,17 +5,18 @@ Knows nothing about files.
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specplug import bench, clock, growth_bench, verify
+from specplug import bench, growth_bench, verify
 from specplug.cache import get_cache
 from specplug.config import Adaptive, Bench, Config, Fixed, choice
 from specplug.launches import Counts, count
-from specplug.measure import Sides, timed_batch
+from specplug.measure import Sides, synchronize, timed_batch
 from specplug.models import context_length
 from specplug.plugin import models_of
 from specplug.schedule import AdaptiveSchedule, FixedSchedule, Schedule
@@ -92,7 +93,7 @@ def call(
         made = sides.timed(prompts, seed, **more)
     finally:
         plugin.detach(release=False)
-    clock.synchronize(model.device)
+    synchronize(model)
     return {
         "new_tokens": sum(len(each.ids) for each in made),
         "seconds": sum(each.seconds for each in made),
@@ -150,9 +151,11 @@ def memory(model: Any, ids: Tensor) -> tuple[int, float]:
     target = torch.empty_like(source)
     seconds = []
     for _ in range(6):
-        started = clock.now(model.device, wait=True)
+        synchronize(model)
+        started = time.perf_counter()
         target.copy_(source)
-        seconds.append(clock.now(model.device, wait=True) - started)
+        synchronize(model)
+        seconds.append(time.perf_counter() - started)
     return weights + held, 2 * COPIED / min(seconds)
 
 

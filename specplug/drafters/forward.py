@@ -1,12 +1,13 @@
 """A draft model's passes in one call, and the draws from what they say."""
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specplug import clock, warp
+from specplug import warp
 from specplug.cache import NAME, new_draft_cache, prepare_for_crop
 from specplug.capture import MAX_WIDTH, Passes
 from specplug.drafters import Request
@@ -81,7 +82,9 @@ class Forward:
         return sample_by_inversion(drawn_from).clamp(min=0)  # of a broken draft anything
 
     def _now(self) -> float:
-        return clock.now(self.model.device, self.request.time_forward)
+        if self.request.time_forward and self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()
 
 
 def in_vocabulary(logits: Tensor, size: int) -> Tensor:
