@@ -33,14 +33,8 @@ HEADER = (
 )  # fmt: skip
 
 HEADER_OF_CALLS = (
-    "way",
-    "first call",
-    "of it recording",
-    "later calls",
-    "x later",
-    "host reads a round",
-    "launches a round",
-)
+    "way", "first call", "of it recording", "later calls", "x later", "host reads a round", "launches a round",
+)  # fmt: skip
 
 
 @dataclass

@@ -51,17 +51,9 @@ def verdict(summary: dict[str, Any]) -> str:
 def rows(summary: dict[str, Any]) -> list[list[str]]:
     """The table per category, with a last row for all; the header first. tok/s of the three sides, then ratios."""
     header = [
-        "category",
-        "n",
-        "plain",
-        "assisted",
-        "ours",
-        "speed-up",
-        "vs assisted",
-        "alpha",
-        "tokens / pass",
+        "category", "n", "plain", "assisted", "ours", "speed-up", "vs assisted", "alpha", "tokens / pass",
         "identical",
-    ]
+    ]  # fmt: skip
     table = [[*header, "score plain / ours"]]
     for name, part in [*summary["categories"].items(), ("all", summary)]:
         speeds = [number(part["tokens_per_second"][side], 0) for side in SIDES]

@@ -18,16 +18,9 @@ from filelock import FileLock, Timeout
 from specplug.config import Config, ConfigError, to_dict
 
 PACKAGES = (
-    "specplug",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "bitsandbytes",
-    "datasets",
+    "specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets",
     "matplotlib",
-)
+)  # fmt: skip
 # By which a run that goes on may differ from the one that was begun: a finished run may be taken further.
 MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace", "recipe.on_error", "tracker"}
 
