@@ -34,13 +34,13 @@ from specplug import bench, growth_bench, plots, svg
 from specplug.config import Bench, Config, ConfigError, Drafter
 from specplug.console import Bar, console, table_of
 from specplug.data import load_rows
-from specplug.escape import in_markdown, one_line
+from specplug.escape import markdown_table, one_line
 from specplug.measure import Sides
 from specplug.models import pick_device
 from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.round_costs import check_room, measure_rounds
-from specplug.runs import Run, describe_environment, each_sample, write_json
+from specplug.runs import Run, describe_environment, each_sample, environment_of, write_json
 from specplug.ways import at_point, gammas_of, measured, memory, resized, synthetic, ways_of
 
 NOTHING = "interrupted before the first was done; nothing to report"
@@ -65,11 +65,7 @@ def run(config: Config, folder: Path) -> int:
     check_room(model, plugin.drafter, gammas_of(config), "recipe.gammas or schedule.gamma")
     batches = [prompts[i : i + recipe.batch_size] for i in range(0, len(prompts), recipe.batch_size)]
 
-    results = Run(
-        folder,
-        config,
-        describe_environment(str(model.device), str(model.dtype).removeprefix("torch."), recipe.batch_size),
-    )
+    results = Run(folder, config, environment_of(model, recipe.batch_size))
     with synthetic(recipe.synthetic_alpha):
         ways = ways_of(config, sides)
         bar = Bar("bench").start(len(batches), len(results.done))
@@ -205,7 +201,7 @@ def write(
     note = "" if alpha is None else f"Synthetic: each draft was kept with probability {alpha:g}, whatever it was."
     lines = [f"# {title}", "", *([note, ""] if note else [])]
     for caption, rows, plot in parts:
-        lines += [*in_rows(rows), "", caption, ""]
+        lines += [*markdown_table(rows), "", caption, ""]
         lines += [*with_plot(folder, plot), ""] if plot is not None else []
         console.print(table_of([[one_line(cell, 40) for cell in row] for row in rows]))
     lines += with_plot(folder, drawn) if drawn is not None else []
@@ -224,15 +220,6 @@ def finished(folder: Path, summary: dict[str, Any], num_done: int, total: int, i
     return 0
 
 
-def in_rows(rows: list[list[str]]) -> list[str]:
-    """A table in Markdown, header first."""
-    cells = [[in_markdown(cell) for cell in row] for row in rows]
-    cells.insert(1, ["---"] * len(rows[0]))
-    return ["| " + " | ".join(row) + " |" for row in cells]
-
-
 def with_plot(folder: Path, drawn: svg.Plot) -> list[str]:
     """Write it into the folder; lines of Markdown that show it."""
-    (folder / "plots").mkdir(exist_ok=True)
-    (folder / "plots" / f"{drawn.name}.svg").write_text(svg.standalone(drawn), encoding="utf-8")
-    return [f"![{drawn.title}](plots/{drawn.name}.svg)", "", drawn.caption]
+    return [svg.save(drawn, folder), "", drawn.caption]

@@ -23,7 +23,7 @@ from specplug.data import load_rows
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.round_costs import RoundCosts, check_room, measure_rounds
-from specplug.runs import begin, describe_environment, write_json
+from specplug.runs import begin, environment_of, write_json
 from specplug.schedule import FixedSchedule
 from specplug.stats import Stats
 
@@ -39,7 +39,7 @@ def run(config: Config, folder: Path) -> int:
     check_room(pipe.model, plugin.drafter, [recipe.max_gamma], f"recipe.max_gamma={recipe.max_gamma}")
     plugin.schedule = FixedSchedule(recipe.gamma)
     prompts = [encode(pipe.tokenizer, row, config, pipe.model) for row in rows]
-    begin(folder, config, describe_environment(str(pipe.model.device), str(pipe.model.dtype).removeprefix("torch.")))
+    begin(folder, config, environment_of(pipe.model))
     model: Any = pipe.model
     bar = Bar("calibrate").start(len(prompts), 0)
     try:

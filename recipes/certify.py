@@ -22,14 +22,14 @@ from rich.text import Text
 from specplug import certificate, report, tracker
 from specplug.attaching import attached
 from specplug.certificate import Law, compare_race, p_value, processed_logprobs
-from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, to_dict
+from specplug.config import Adaptive, Certify, Config, ConfigError, Drafter, choice, to_dict
 from specplug.console import Bar, console
 from specplug.data import load_rows
 from specplug.fingerprint import fingerprint
 from specplug.measure import Verdict, compare, processors_of
 from specplug.pipelines import generate_arguments, length_filter, pipeline_from
 from specplug.recipes.evaluate import encode
-from specplug.runs import begin, describe_environment, write_json
+from specplug.runs import begin, environment_of, write_json
 from specplug.schedule import FixedSchedule
 
 
@@ -42,7 +42,7 @@ def run(config: Config, folder: Path) -> int:
     rows = load_rows(config.dataset, recipe.limit, tokenizer=length_filter(config))
     pipe, plugin = pipeline_from(config)
     prompts = {row.id: encode(pipe.tokenizer, row, config, pipe.model) for row in rows}
-    environment = describe_environment(str(pipe.model.device), str(pipe.model.dtype).removeprefix("torch."))
+    environment = environment_of(pipe.model)
     begin(folder, config, environment)
     adaptive = isinstance(config.schedule, Adaptive)
     if adaptive:  # which may stop drafting, where the clock says that it does not pay
@@ -63,8 +63,8 @@ def run(config: Config, folder: Path) -> int:
         "target": config.target.name_or_path + (f" at {config.target.revision}" if config.target.revision else ""),
         "fingerprint": fingerprint(pipe.model),
         "draft": config.draft.name_or_path or config.draft.drafter.value,
-        "schedule": f"fixed, gamma {recipe.gamma}" if adaptive else type(config.schedule).__name__.lower(),
-        "engine": type(config.engine).__name__.lower(),
+        "schedule": f"fixed, gamma {recipe.gamma}" if adaptive else choice(config.schedule),
+        "engine": choice(config.engine),
         "dataset": config.dataset.name,
         "num_prompts": len(prompts),
         "seed": config.seed,
@@ -130,11 +130,9 @@ class Checks:
         first = self.seed + number * self.recipe.draws
         texts = [tuple(self.ours("law", ids, first + k, short)) for k in range(self.recipe.draws)]
         statistic, freedom = law.test(texts)
-        self.statistic, self.freedom, self.num_texts = (
-            self.statistic + statistic,
-            self.freedom + freedom,
-            self.num_texts + len(texts),
-        )
+        self.statistic += statistic
+        self.freedom += freedom
+        self.num_texts += len(texts)
 
     def plain(self, ids: torch.Tensor, seed: int, arguments: dict[str, Any]) -> list[int]:
         self.plugin.detach(release=False)
@@ -156,11 +154,9 @@ class Checks:
     def note(self, check: str, what: str, verdict: Verdict) -> None:
         self.verdicts[check][verdict.kind] += 1
         if verdict.kind != "identical":
-            gap = (
-                ""
-                if verdict.gap is None
-                else f", the two tokens {verdict.gap:.3g} apart, rounding {verdict.tolerance:.3g}"
-            )
+            gap = ""
+            if verdict.gap is not None:
+                gap = f", the two tokens {verdict.gap:.3g} apart, rounding {verdict.tolerance:.3g}"
             self.differences.append(
                 f"{check}, {verdict.kind.replace('_', ' ')}: {what}, new token {(verdict.position or 0) + 1}{gap}"
             )

@@ -15,7 +15,7 @@ from rich.text import Text
 from specplug import compare, page, plots, svg
 from specplug.config import Compare, Config, ConfigError
 from specplug.console import console, table_of
-from specplug.escape import in_markdown, one_line
+from specplug.escape import in_markdown, markdown_table, one_line
 from specplug.runs import write_json
 
 
@@ -40,11 +40,10 @@ def run(config: Config, folder: Path) -> int:
         "What differs": compare.difference_rows(runs),
     }
     drawn = plots.speedup({}, [(label, run.summary) for label, run in runs.items()])
-    (folder / "plots").mkdir(parents=True, exist_ok=True)
-    if drawn is not None:
-        (folder / "plots" / f"{drawn.name}.svg").write_text(svg.standalone(drawn), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    image = None if drawn is None else svg.save(drawn, folder)
     write_json(folder / "compare.json", result)
-    (folder / "compare.md").write_text(markdown(tables, warning, drawn), encoding="utf-8")
+    (folder / "compare.md").write_text(markdown(tables, warning, image), encoding="utf-8")
     (folder / "compare.html").write_text(page.of_comparison(tables, warning, drawn), encoding="utf-8")
 
     for rows in tables.values():
@@ -57,15 +56,13 @@ def run(config: Config, folder: Path) -> int:
     return 0
 
 
-def markdown(tables: dict[str, list[list[str]]], warning: str, drawn: svg.Plot | None) -> str:
+def markdown(tables: dict[str, list[list[str]]], warning: str, image: str | None) -> str:
     lines = [f"# {len(tables['Runs']) - 1} runs side by side", ""]
     if warning:
         lines += [f"**Warning:** {in_markdown(warning)}.", ""]
-    for title, (header, *body) in tables.items():
-        if body:
-            cells = [[in_markdown(cell) for cell in row] for row in (header, *body)]
-            cells.insert(1, ["---"] * len(header))
-            lines += [f"## {title}", "", *("| " + " | ".join(row) + " |" for row in cells), ""]
-        if title == "Runs" and drawn is not None:
-            lines += [f"![{drawn.title}](plots/{drawn.name}.svg)", ""]
+    for title, rows in tables.items():
+        if len(rows) > 1:
+            lines += [f"## {title}", "", *markdown_table(rows), ""]
+        if title == "Runs" and image is not None:
+            lines += [image, ""]
     return "\n".join(lines)

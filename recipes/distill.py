@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, set_seed
 from specplug import tracker, training
 from specplug.config import Config, Distill, Texts
 from specplug.console import Bar, console
-from specplug.data import Row, prompt_ids
-from specplug.distillation import TopK, collate_with, held_out_acceptance, left_padded, trainer_for, without_padding
+from specplug.data import Row, pad_of, prompt_ids, until_end
+from specplug.distillation import TopK, collate_with, held_out_acceptance, left_padded, trainer_for
 from specplug.fingerprint import stated_target
 from specplug.models import load_target
 from specplug.recipes.train import split
@@ -37,17 +37,10 @@ def run(config: Config, folder: Path) -> int:
     target, tokenizer = load_target(config.target)
     train, held_out = split(config, recipe.held_out)
     set_seed(config.seed)
-    if recipe.init is not None:
-        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
-    else:
-        shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
-        draft = training.new_model(shape, tokenizer, recipe.max_length)
-    if recipe.freeze_embeddings:
-        for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-            module.requires_grad_(False)
+    draft = untrained_draft(recipe, target, tokenizer)
     environment = describe_environment(training.device_name(), recipe.precision.name)
     begin(folder, config, environment)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = pad_of(tokenizer)
     where: Any = target
     where.to(training.device_name())
     tracking = tracker.start(config, folder)
@@ -79,10 +72,8 @@ def run(config: Config, folder: Path) -> int:
     finally:
         tracking.finish()
     acceptance = held_out_acceptance(target, draft.eval(), held, pad)
-    output = Path(recipe.output) if recipe.output is not None else folder / "model"
     source = f"of the target at temperature {recipe.temperature}" if recipe.texts is Texts.target else "given"
     facts = {
-        "command": f"`{' '.join(environment['command'])}`",
         "target": config.target.name_or_path,
         "seed": config.seed,
         "data": f"{len(written)} texts {source} for {config.dataset.name}, loss {recipe.loss.value}",
@@ -91,11 +82,22 @@ def run(config: Config, folder: Path) -> int:
         **{f"acceptance on {len(held)} held-out greedy texts, {name}": value for name, value in acceptance.items()},
     }
     title = f"Draft for {config.target.name_or_path}"
-    card = training.model_card(title, facts, environment, stated_target(config.target, target))
-    training.write_model(output, draft, tokenizer, card, getattr(torch, recipe.save_dtype.value))
-    console.print(f"model: {output}")
+    made_for = stated_target(config.target, target)
+    output = training.save(recipe, folder, draft, tokenizer, title, facts, environment, made_for)
     print(json.dumps(losses | acceptance | {"model": str(output), "parameters": draft.num_parameters()}))
     return 0
+
+
+def untrained_draft(recipe: Distill, target: Any, tokenizer: Any) -> Any:
+    if recipe.init is not None:
+        draft = training.loaded(AutoModelForCausalLM, recipe.init, "recipe.init", dtype=torch.float32)
+    else:
+        shape = {"vocab_size": target.config.get_text_config().vocab_size, **(recipe.architecture or {})}
+        draft = training.new_model(shape, tokenizer, recipe.max_length)
+    if recipe.freeze_embeddings:
+        for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+            module.requires_grad_(False)
+    return draft
 
 
 def texts(
@@ -120,7 +122,7 @@ def write_samples(
     drop_partial_line(file)
     done = read_samples(file)
     batches = [rows[k : k + recipe.sample_batch_size] for k in range(0, len(rows), recipe.sample_batch_size)]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = pad_of(tokenizer)
     bar = Bar("held-out samples" if greedy else "target samples").start(len(rows), len(done))
     with file.open("a", encoding="utf-8") as out:
         for number, batch in enumerate(batches):
@@ -135,7 +137,7 @@ def write_samples(
                 input_ids=ids, attention_mask=mask, max_new_tokens=recipe.sample_new_tokens, pad_token_id=pad, **how
             )[:, ids.shape[1] :].tolist()
             for row, prompt, answer in list(zip(batch, prompts, new, strict=True))[max(made, 0) :]:
-                done.append({"id": row.id, "prompt": prompt, "answer": without_padding(answer, tokenizer.eos_token_id)})
+                done.append({"id": row.id, "prompt": prompt, "answer": until_end(answer, tokenizer.eos_token_id)})
                 out.write(json.dumps(done[-1]) + "\n")
             out.flush()
             bar.advance(len(done))

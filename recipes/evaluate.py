@@ -24,14 +24,15 @@ from specplug import measure, tracker
 from specplug.config import Config, ConfigError, Drafter, Evaluate, Metric, OnError, first_line
 from specplug.console import Bar, console, table_of
 from specplug.data import History, Row, conversations, prompt_ids
-from specplug.drafters.model import ModelDrafter
 from specplug.escape import one_line
 from specplug.kernel import swapped
 from specplug.metrics.scoring import Scorer
+from specplug.models import context_length
 from specplug.pipelines import length_filter, pipeline_from
+from specplug.plugin import SpeculativeProcessor, models_of
 from specplug.report import SoFar, headline, rows, write_reports
 from specplug.round_costs import measure_rounds
-from specplug.runs import Run, append_line, describe_environment, drop_partial_line, each_sample, write_json
+from specplug.runs import Run, append_line, drop_partial_line, each_sample, environment_of, write_json
 from specplug.schedule import AdaptiveSchedule
 from specplug.tracker import Tracker
 
@@ -52,24 +53,18 @@ def run(config: Config, folder: Path) -> int:
     model, tokenizer = pipe.model, pipe.tokenizer
     first = first_prompts(config, tokenizer, model, max(recipe.warmup, 1))
 
-    environment = describe_environment(
-        str(model.device), str(model.dtype).removeprefix("torch."), batch_size=recipe.batch_size
-    )
     with swapped(plugin.kernel, model) as own_kernel:
-        environment["kernel"] = "numba" if own_kernel else "torch"
-    environment["bytes_target"] = model.get_memory_footprint()
-    drafter = plugin.drafter
-    environment["bytes_draft"] = bytes_beside(drafter, model)
+        kernel = "numba" if own_kernel else "torch"
+    environment = environment_of(model, recipe.batch_size) | {
+        "kernel": kernel,
+        "bytes_target": model.get_memory_footprint(),
+        "bytes_draft": bytes_beside(plugin.drafter, model),
+    }
     results = Run(folder, config, environment)
     sides = measure.Sides(config, model, tokenizer, plugin)
     for ids in first[: recipe.warmup]:
         sides.take_turns([ids], config.seed)
-    shape = plugin.schedule.tree
-    gamma = max(plugin.stats.drafted, default=1) if shape is None else shape.size
-    if isinstance(plugin.schedule, AdaptiveSchedule):  # which may have drafted nothing yet
-        gamma = max(gamma, min(COSTS_OF, plugin.schedule.max_gamma))
-    costs = measure_rounds(model, drafter, first[0], [gamma], plugin.kernel, plugin.graph)
-    write_json(folder / "costs.json", costs.to_dict(gamma))
+    write_json(folder / "costs.json", costs_of(plugin, model, first[0]))
 
     bar = Bar("evaluate").start(total, len(results.done))
     tracking = tracker.start(config, folder)
@@ -96,13 +91,18 @@ def run(config: Config, folder: Path) -> int:
     summary = write_reports(folder)
     tracking.log(len(results.done), {"summary": summary})
     tracking.finish()
+    return finished(summary, len(results.done), total, interrupted, folder)
+
+
+def finished(summary: dict[str, Any], num_done: int, total: int | None, interrupted: bool, folder: Path) -> int:
+    """Print the result; returns the exit code."""
     show(summary)
     if interrupted:
         of = "" if total is None else f" of {total}"
-        console.print(f"interrupted: {len(results.done)}{of} done. Go on with: specplug resume={folder}")
+        console.print(f"interrupted: {num_done}{of} done. Go on with: specplug resume={folder}")
         return 130
     print(json.dumps(summary, ensure_ascii=False))
-    if not results.done:
+    if not num_done:
         console.print(Text(f"every prompt failed, the first: {summary['errors'][0]['reason']}", style="bold red"))
         return 1
     if summary["mismatches"]:
@@ -164,8 +164,9 @@ class Evaluation:
         self.to_trace: list[tuple[int, list[Row]]] = []  # number of a row, and its conversation up to it
 
     def run(self) -> None:
-        number, group = 0, []  # type: ignore[var-annotated]
-        place, seen = 0, Counter[str]()
+        group: list[list[Row]] = []  # conversations whose last turns are decoded together
+        number = place = 0  # of the group's first row, of the next row
+        seen: Counter[str] = Counter()
         for turns in source(self.config):
             for k, row in enumerate(turns):
                 # A later turn needs the answers to those before it, so they are not decoded with it.
@@ -254,18 +255,26 @@ def one_of_each(categories: list[str]) -> list[int]:
     return sorted(range(len(categories)), key=place.__getitem__)
 
 
+def costs_of(plugin: SpeculativeProcessor, model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """What the passes of a round cost behind this prompt, with as many drafts as were made in the warm-up."""
+    shape = plugin.schedule.tree
+    gamma = max(plugin.stats.drafted, default=1) if shape is None else shape.size
+    if isinstance(plugin.schedule, AdaptiveSchedule):  # which may have drafted nothing yet
+        gamma = max(gamma, min(COSTS_OF, plugin.schedule.max_gamma))
+    return measure_rounds(model, plugin.drafter, ids, [gamma], plugin.kernel, plugin.graph).to_dict(gamma)
+
+
 def bytes_beside(drafter: Any, target: Any) -> int:
     """Weights that the drafts need and the target does not have already: an early exit shares all of them."""
     shared = {weights.data_ptr() for weights in target.parameters()}
-    models = [each.model for each in getattr(drafter, "members", [drafter]) if isinstance(each, ModelDrafter)]
-    own = {w.data_ptr(): w.numel() * w.element_size() for model in models for w in model.parameters()}
+    own = {w.data_ptr(): w.numel() * w.element_size() for model in models_of(drafter) for w in model.parameters()}
     return sum(size for address, size in own.items() if address not in shared)
 
 
 def encode(tokenizer: Any, row: Row, config: Config, model: Any, history: History | None = None) -> torch.Tensor:
     """(1, T) ids. Raises ConfigError if prompt and answer do not fit into the target's context."""
     ids = prompt_ids(tokenizer, row, config.dataset, history)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = context_length(model)
     new = config.sampling.max_new_tokens
     if longest is not None and len(ids) + new > longest:
         raise ConfigError(

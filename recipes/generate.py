@@ -15,7 +15,7 @@ from transformers import TextStreamer
 from specplug.config import Config, Generate
 from specplug.console import console
 from specplug.pipelines import generate_arguments, pipeline_from
-from specplug.report import number
+from specplug.stats import number
 
 
 def run(config: Config, folder: Path) -> int:

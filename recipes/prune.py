@@ -11,15 +11,12 @@ are held in memory once when draft and target are loaded together.
 import json
 from pathlib import Path
 
-import torch
-
 from specplug import training
 from specplug.config import Config, ConfigError, Prune, QuantizationMethod
-from specplug.console import console
 from specplug.fingerprint import stated_target
 from specplug.models import load_target
 from specplug.pruning import keep_layers, spread
-from specplug.runs import begin, describe_environment
+from specplug.runs import begin, environment_of
 
 
 def run(config: Config, folder: Path) -> int:
@@ -36,17 +33,14 @@ def run(config: Config, folder: Path) -> int:
         draft = keep_layers(target, layers)
     except ValueError as error:
         raise ConfigError(f"recipe: {error}") from error
-    environment = describe_environment(str(target.device), str(target.dtype).removeprefix("torch."))
+    environment = environment_of(target)
     begin(folder, config, environment)
-    output = Path(recipe.output) if recipe.output is not None else folder / "model"
     facts = {
-        "command": f"`{' '.join(environment['command'])}`",
         "layers": f"{', '.join(map(str, layers))} of the target's, counted from 0; its embeddings and head",
         "parameters": f"{draft.num_parameters():,} of {target.num_parameters():,}",
     }
     title = f"Layers of {config.target.name_or_path}"
-    card = training.model_card(title, facts, environment, stated_target(config.target, target))
-    training.write_model(output, draft, tokenizer, card, getattr(torch, recipe.save_dtype.value))
-    console.print(f"model: {output}")
+    made_for = stated_target(config.target, target)
+    output = training.save(recipe, folder, draft, tokenizer, title, facts, environment, made_for)
     print(json.dumps({"model": str(output), "layers": layers, "parameters": draft.num_parameters()}))
     return 0

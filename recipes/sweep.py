@@ -17,9 +17,10 @@ from rich.text import Text
 from specplug import plots, svg
 from specplug.config import Config, Sweep
 from specplug.console import console, table_of
-from specplug.escape import in_markdown, one_line
+from specplug.escape import markdown_table, one_line
 from specplug.recipes import evaluate
 from specplug.runs import write_json
+from specplug.stats import number
 
 HEADER = ["draft", "temperature", "gamma", "drafts a round", "speed-up", "predicted", "alpha", "output"]
 
@@ -74,10 +75,13 @@ def write(folder: Path, points: list[dict[str, Any]]) -> None:
     rows = [HEADER, *(cells(each) for each in points)]
     drawn = plots.curves(points)
     write_json(folder / "sweep.json", {"points": points})
-    lines = ["# Speed-up over gamma", "", "Speed-up in decoding, the prompt's pass left out.", ""]
-    table = [[in_markdown(cell) for cell in row] for row in rows]
-    table.insert(1, ["---"] * len(HEADER))
-    lines += ["| " + " | ".join(row) + " |" for row in table]
+    lines = [
+        "# Speed-up over gamma",
+        "",
+        "Speed-up in decoding, the prompt's pass left out.",
+        "",
+        *markdown_table(rows),
+    ]
     if drawn is not None:
         (folder / "sweep.svg").write_text(svg.standalone(drawn), encoding="utf-8")
         lines += ["", f"![{drawn.title}](sweep.svg)", "", drawn.caption]
@@ -87,9 +91,6 @@ def write(folder: Path, points: list[dict[str, Any]]) -> None:
 
 
 def cells(each: dict[str, Any]) -> list[str]:
-    def number(value: float | None, digits: int, unit: str = "") -> str:
-        return "-" if value is None else f"{value:.{digits}f}{unit}"
-
     wrong = each["mismatches"]
     return [
         each["draft"],

@@ -62,17 +62,14 @@ def run(config: Config, folder: Path) -> int:
         return 130
     finally:
         tracking.finish()
-    output = Path(recipe.output) if recipe.output is not None else folder / "model"
     facts = {
-        "command": f"`{' '.join(environment['command'])}`",
         "seed": config.seed,
         "data": f"{config.dataset.name}, {len(train)} examples for training, {len(held_out)} held out",
         "parameters": f"{model.num_parameters():,}",
         **losses,
     }
-    card = training.model_card(f"{model.config.model_type} trained on {config.dataset.name}", facts, environment)
-    training.write_model(output, model, tokenizer, card, getattr(torch, recipe.save_dtype.value))
-    console.print(f"model: {output}")
+    title = f"{model.config.model_type} trained on {config.dataset.name}"
+    output = training.save(recipe, folder, model, tokenizer, title, facts, environment)
     print(json.dumps(losses | {"model": str(output), "parameters": model.num_parameters()}))
     return 0
 

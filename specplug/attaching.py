@@ -3,7 +3,7 @@
 from typing import Any
 
 from specplug import hook
-from specplug.config import Config
+from specplug.config import Config, choice
 from specplug.plugin import SpeculativeProcessor
 from specplug.schedule import FixedSchedule, Schedule, TreeSchedule
 from specplug.settings import make_schedule
@@ -52,8 +52,8 @@ def attach(
     if config is not None:
         draft = config.draft if draft is None else draft
         schedule = make_schedule(config) if gamma is None and tree is None and schedule is None else schedule
-        engine = type(config.engine).__name__.lower() if engine is None else engine
-        verify = type(config.verify).__name__.lower() if verify is None else verify
+        engine = choice(config.engine) if engine is None else engine
+        verify = choice(config.verify) if verify is None else verify
         kernel = config.kernel.value if kernel is None else kernel
         graph = config.graph.value if graph is None else graph
     given = [name for name, value in (("gamma", gamma), ("tree", tree), ("schedule", schedule)) if value is not None]

@@ -17,16 +17,15 @@ from torch import Tensor
 from specplug import theory
 from specplug.launches import Counts
 from specplug.round_costs import RoundCosts
-from specplug.stats import Stats, ratio
+from specplug.stats import Stats, number, ratio
 from specplug.verify import Verified, sample_by_inversion
 
-PLAIN, ASSISTED, STATIC, OWN, ADAPTIVE = (
-    "transformers",
-    "transformers, assisted",
-    "transformers, static cache",
-    "gamma 0",
-    "adaptive",
-)
+# Ways to decode. Others of ours are named by their gamma, "gamma 4", or by their schedule.
+PLAIN = "transformers"
+ASSISTED = "transformers, assisted"
+STATIC = "transformers, static cache"
+OWN = "gamma 0"
+ADAPTIVE = "adaptive"
 SYNTHETIC = "synthetic"
 HEADER = (
     "way", "tok/s", "x plain", "decoding", "x plain", "first token", "a round", "target", "draft", "rest", "tokens a round",
@@ -34,14 +33,8 @@ HEADER = (
 )  # fmt: skip
 
 HEADER_OF_CALLS = (
-    "way",
-    "first call",
-    "of it recording",
-    "later calls",
-    "x later",
-    "host reads a round",
-    "launches a round",
-)
+    "way", "first call", "of it recording", "later calls", "x later", "host reads a round", "launches a round",
+)  # fmt: skip
 
 
 @dataclass
@@ -90,7 +83,7 @@ def summarize(
     ways = {name: of_way([each["ways"][name] for each in samples if name in each["ways"]]) for name in names}
     for way in ways.values():
         for kind in ("tokens_per_second", "tokens_per_second_decode"):
-            way[kind.replace("tokens_per_second", "speedup")] = quotient(way[kind], ways[PLAIN][kind])
+            way[kind.replace("tokens_per_second", "speedup")] = ratio(way[kind], ways[PLAIN][kind])
     for name, way in ways.items():
         way.update(of_calls(first_calls.get(name), counts.get(name)))
         if costs is not None:
@@ -161,7 +154,7 @@ def add_shares(name: str, way: dict[str, Any], ways: dict[str, Any], costs: Cost
         return
     step, seconds = costs.rounds.target[0], costs.rounds.seconds(gamma)
     way["predicted_speedup"] = theory.expected_tokens(way["alpha"], gamma) * step / seconds
-    way["share_of_theory"] = quotient(way["tokens_per_second_decode"], own * way["predicted_speedup"])
+    way["share_of_theory"] = ratio(way["tokens_per_second_decode"], own * way["predicted_speedup"])
 
 
 def gamma_of(name: str) -> int | None:
@@ -169,20 +162,12 @@ def gamma_of(name: str) -> int | None:
     return int(name.removeprefix("gamma ")) if name.startswith("gamma ") else None
 
 
-def quotient(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else above / below
-
-
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
 def milliseconds(value: float | None) -> str:
-    return number(None if value is None else 1e3 * value, 2, " ms")
+    return number(value, 2, " ms", 1e3)
 
 
 def percent(value: float | None) -> str:
-    return number(None if value is None else 100 * value, 0, " %")
+    return number(value, 0, " %", 100)
 
 
 def table(summary: dict[str, Any]) -> list[list[str]]:
@@ -217,7 +202,7 @@ def table_of_calls(summary: dict[str, Any]) -> list[list[str]]:
                 milliseconds(way["seconds_first_call"]),
                 milliseconds(way["seconds_capture_first_call"]),
                 milliseconds(way["seconds_later"]),
-                number(quotient(way["seconds_first_call"], way["seconds_later"]), 2, "x"),
+                number(ratio(way["seconds_first_call"], way["seconds_later"]), 2, "x"),
                 number(way["host_reads_per_round"]),
                 number(way["launches_per_round"], 0),
             ]

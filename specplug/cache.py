@@ -56,9 +56,8 @@ class Rooms:
     def __init__(self) -> None:
         self.layers: list[RoomyLayer] = []
         self.tensors: list[Tensor] = []
-        self.places: list[
-            list[int]
-        ] = []  # of each tensor's parts: twice the number of the layer, and one more for its values
+        # Of each tensor, what its parts are: 2 * i are the keys of layer i, 2 * i + 1 its values.
+        self.places: list[list[int]] = []
 
     def add(self, layer: Any) -> "RoomyLayer":
         self.layers.append(RoomyLayer(layer, self))

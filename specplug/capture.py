@@ -1,72 +1,60 @@
 """Passes of one sequence, recorded once for one position and once for several, and replayed without the Python in between.
 
-In a pass of a small model that Python (modules, decorators, masks) takes a third to a half of the time, on a GPU often more
-than the device needs. torch's tracer writes down which operations a pass comes to, and replays them: the same kernels in
-the same order. So results are equal bit by bit, which is looked at before a recording is used, at each width anew; a model of
-which that is not so, or which decides by what it sees, is run as ever. torch would rather have `torch.compile` used, which
-on the CPU needs a C++ compiler, takes minutes, and rounds differently; where the tracer is gone nothing is recorded.
+A third to a half of the time of a small model's pass is Python: modules, decorators, masks; on a GPU that is often more than the
+kernels take. torch's tracer writes down the operations of a pass, and replays them: the same kernels in the same order, so that
+results are equal bit by bit. That is checked before a recording is used, and at each width anew; a model for which it does not
+hold, or which branches on values, runs as usual. torch recommends `torch.compile` instead, which on the CPU needs a C++ compiler,
+takes minutes, and rounds differently. Where a later torch has no tracer, nothing is recorded.
 
 Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
 """
 
-import builtins
-import contextlib
 import functools
 import inspect
-import logging
-import re
 import sys
-import threading
 import time
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import TracerWarning
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import DynamicCache, PreTrainedModel, masking_utils
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
 
 from specplug.attention import own_sdpa
 from specplug.cache import NAME, Rooms, RoomyLayer
-from specplug.config import first_line
-from specplug.folding import folded
+from specplug.choices import Graph
+from specplug.recording import RECORDING, Recording, trace_with_weights
 
 if TYPE_CHECKING:
     from specplug.fixed import FixedPasses
 
-log = logging.getLogger(__name__)
-
-GRAPHS = ("capture", "compile", "off")
+GRAPHS = tuple(each.value for each in Graph)
 MAX_WIDTH = 64
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.
 USES_BEFORE = 16
 PLAIN = frozenset((int, float, bool, str, type(None)))
 STOCK = ("torch.nn.", "transformers.", "specplug.")
-# What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
-DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py", "specplug/packed.py")
 
 
 class Capture:
-    """What one call has recorded or captured, for all its models, and what that took.
+    """Recordings and graphs of one call, of all its models, and the seconds that making them took.
 
-    Args: `graph`, one of GRAPHS; how many passes of a kind there have to be before one is recorded or captured, None for as many
-    as make it likely to be repaid.
+    Args: `graph`, one of GRAPHS; `uses_before`, how many passes of a kind there are before one is recorded, None for as many as
+    make it likely that a recording is repaid.
     """
 
     def __init__(self, graph: str = "off", uses_before: int | None = None) -> None:
         self.graph = graph
         self.uses_before = uses_before
-        self.seconds = 0.0  # not those of any pass
+        self.seconds = 0.0  # of recording, without the ordinary passes made meanwhile
         self._opened: list[Any] = []
 
     def passes(self, model: PreTrainedModel) -> "Passes":
@@ -96,10 +84,7 @@ class Passes:
     def __init__(self, capture: Capture, model: PreTrainedModel) -> None:
         self._capture, self._model = capture, model
         self._uses_before = USES_BEFORE if capture.uses_before is None else capture.uses_before
-        self._recordings: dict[Any, Recording] | None = None
-        if capture.graph == "capture":
-            with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
-                self._recordings, self._weights = _recordings(model)
+        self._recordings, self._weights = recordings_of(model, capture.graph)
 
     def __call__(
         self, ids: Tensor, cache: Any, ordinary: Callable[[], Tensor], given: Mapping[str, Tensor] | None = None
@@ -138,82 +123,6 @@ class Passes:
         return logits
 
 
-RECORDING = threading.Lock()
-
-
-class Recording:
-    """The pass of one position, or of several: first counted, then recorded, then compared, then used; or refused for good."""
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.recorded_at = 0  # positions before it
-        self.replay: Any = None
-        self.ready: set[Any] = set()  # widths, and numbers of rows, at which it was right
-        self.refused = False
-
-    def prepare(
-        self, make: Callable[[], Any], length: int, inputs: list[Tensor], weights: list[nn.Parameter]
-    ) -> Tensor | None:
-        """Record, or return a replay that is to be compared. `length`: positions before those of the pass."""
-        with RECORDING:
-            try:
-                if self.refused:  # by another thread
-                    return None
-                if self.replay is None:
-                    self.replay, self.recorded_at = make(), length
-                elif length != self.recorded_at:  # recorded at one length, it has to be right at another
-                    return self.run(inputs, weights)
-            except Exception as error:  # whatever a model does that cannot be recorded
-                self._refuse(first_line(error))
-            return None
-
-    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor:
-        """Logits; keys and values of each layer are in the inputs then."""
-        # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise. This is
-        # `torch.jit.optimized_execution(False)`, which as a context manager costs more than an operation of a small draft.
-        before = torch._C._get_graph_executor_optimize()
-        torch._C._set_graph_executor_optimize(False)
-        try:
-            logits: Tensor = self.replay(*inputs, *weights)
-            return logits
-        except RuntimeError as error:
-            raised = as_raised(error)
-            if raised is error:
-                raise
-            raise raised from error
-        finally:
-            torch._C._set_graph_executor_optimize(before)
-
-    def check(self, width: Any, replayed: list[Tensor], expected: list[Tensor]) -> None:
-        if not self.refused and len(replayed) == len(expected) and all(map(torch.equal, replayed, expected)):
-            self.ready.add(width)
-        else:
-            self._refuse("a replay differs from the pass")
-
-    def _refuse(self, reason: str) -> None:
-        self.refused, self.ready = True, set()
-        log.debug("specplug: passes are not captured: %s", reason)
-
-
-def as_raised(error: RuntimeError) -> BaseException:
-    """What Python raised where a replay comes to an operation of ours: Ctrl-C, or what a handler of signals raises.
-
-    torch makes of it a RuntimeError that has its name and its text.
-    """
-    found = re.search(r"^RuntimeError: (\w+): (.*?)\n\nAt:\n", str(error), re.MULTILINE | re.DOTALL)
-    kind = getattr(builtins, found[1], None) if found else None
-    if found is None or not isinstance(kind, type) or not issubclass(kind, BaseException):
-        return error
-    text = "" if found[2] == "<EMPTY MESSAGE>" else found[2]
-    if kind is SystemExit and text.lstrip("-").isdigit():
-        return SystemExit(int(text))
-    try:
-        raised: BaseException = kind(text) if text else kind()
-    except TypeError:  # made of more than a text
-        return error
-    return raised
-
-
 class GivenLayer(DynamicLayer):
     """A layer of which the keys and values are inputs of the recording, with room at their end for what the pass adds.
 
@@ -242,13 +151,11 @@ class GivenLayer(DynamicLayer):
 def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
     """A function of `inputs`, see `_inputs`, with keys and values as `rooms` has them, and of the weights, that returns logits.
 
-    The weights are inputs as well, so that a recording stays right where they are replaced by others. Raises as `trace`.
+    Raises as `trace`.
     """
     masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2] - inputs[0].shape[1]
-    names, weights = zip(*model.named_parameters(), strict=True)
 
-    def forward(ids: Tensor, positions: Tensor, mask: Tensor, *given: Tensor) -> Tensor:
-        past, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
+    def forward(ids: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> Tensor:
         cache = DynamicCache(config=model.config)
         end = -ids.shape[1]  # computed once
         cache.layers = [GivenLayer(*each, length, end) for each in rooms.layers_of(list(past))]
@@ -260,8 +167,7 @@ def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
             "return_dict": True,
             NAME: cache,
         }
-        with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
-            logits: Tensor = model(**arguments).logits
+        logits: Tensor = model(**arguments).logits
         return logits
 
     # The same with one more position, unless one alone is computed otherwise, and more before it.
@@ -272,34 +178,7 @@ def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
     if masked:
         others[2] = pad(mask, (0, before + more, 0, more))
     others += [pad(each, (0, 0, 0, before + more)) for each in held]
-    return trace(forward, [*inputs, *weights], [*others, *weights])
-
-
-def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Tensor]) -> Any:
-    """A function of the same inputs that does what `forward` does with these.
-
-    `others`: the same with other sizes wherever sizes may be others. Raises ValueError if `forward` decides anything by what it sees.
-    """
-    with warnings.catch_warnings(record=True) as caught, _masks_as_untraced():
-        warnings.simplefilter("always")
-        # `torch.jit.trace` is these two lines, but that it keeps what it made, megabytes a recording, until the process ends.
-        graph, _ = torch._C._create_graph_by_tracing(forward, tuple(inputs), lambda _: "", True, False, None, [])
-        recording = torch._C._create_function_from_graph("forward", folded(graph, inputs, others))
-    for each in caught:
-        if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
-            raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
-    return recording
-
-
-@contextlib.contextmanager
-def _masks_as_untraced() -> Iterator[None]:
-    """Older transformers, 5.17 among them, makes masks wherever anything is traced, where one position needs none."""
-    is_tracing = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda *_: False
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = is_tracing
+    return trace_with_weights(model, forward, inputs, others)
 
 
 def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
@@ -323,11 +202,16 @@ def _served(cache: Any) -> bool:
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[Any, Recording]]]" = weakref.WeakKeyDictionary()
 
 
-def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
-    """Those of this model as it is now, None if it cannot be recorded, and its weights, in the order of `named_parameters`.
+def recordings_of(model: PreTrainedModel, graph: str) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
+    """Those of this model as it is now, None if it is not to be recorded or cannot be, and its weights, in the order of
+    `named_parameters`. A model that was changed is recorded anew."""
+    if graph != "capture":
+        return None, []
+    with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
+        return _recordings(model)
 
-    A model that was changed is recorded anew.
-    """
+
+def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
     modules = modules_of(model)
     if why_not(model, modules) is not None:
         return None, []

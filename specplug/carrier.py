@@ -87,10 +87,8 @@ def arm(plugin: Any, input_ids: Tensor) -> None:
     interception = hook.intercepted(model, cache, lookahead)
     interception.__enter__()
     plugin._loops[key] = lookahead
-    lookahead.loop, lookahead.disarm = (
-        key,
-        weakref.finalize(config, _disarm, plugin, key, interception, lookahead, call),
-    )
+    lookahead.loop = key
+    lookahead.disarm = weakref.finalize(config, _disarm, plugin, key, interception, lookahead, call)
     lookahead.disarm.atexit = False
 
 

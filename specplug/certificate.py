@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specplug.drafters.translate import common_prefix
 from specplug.escape import code_block, in_markdown
 from specplug.measure import TIE_ROUNDINGS, Verdict
 
@@ -94,9 +95,9 @@ def compare_race(
     """
     if plain == ours:
         return Verdict("identical")
-    position = next((i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), None)
-    if position is None:
-        return Verdict("mismatch", min(len(plain), len(ours)))
+    position = common_prefix(plain, ours)
+    if position == min(len(plain), len(ours)):
+        return Verdict("mismatch", position)
     logprobs = processed_logprobs(model, torch.cat([ids, ids.new_tensor([plain[:position]])], dim=1), arguments)
     torch.manual_seed(seed)
     for _ in range(position + 1):

@@ -34,6 +34,7 @@ from specplug.config import (
     TrackerName,
     Training,
     Tree,
+    choice,
 )
 
 LARGEST_SEED = 2**32 - 1  # that numpy takes
@@ -52,7 +53,7 @@ READ_BY: dict[str, tuple[Drafter, ...]] = {
 
 
 class Problems(list[str]):
-    """Lines, under `group`, whose values are those of `values`."""
+    """What is wrong with one group of the configuration, a line each. `values`: the group's dataclass."""
 
     def __init__(self, group: str, values: object) -> None:
         super().__init__()
@@ -82,8 +83,7 @@ def check(config: Config) -> None:
     found += of_draft(config.draft) + of_dataset(config)
     measures = isinstance(config.recipe, (Evaluate, Calibrate, Certify, Training))
     if config.tracker is not TrackerName.none and not measures:
-        name = type(config.recipe).__name__.lower()
-        found.append(f"tracker={config.tracker.name}: nothing reads it with recipe={name}")
+        found.append(f"tracker={config.tracker.name}: nothing reads it with recipe={choice(config.recipe)}")
     found += of_shapes(config) + of_recipe(config)
     if found:
         raise ConfigError("\n".join(found))
@@ -123,13 +123,13 @@ def unread_schedule(config: Config) -> list[str]:
     schedule, recipe = config.schedule, config.recipe
     adaptive = isinstance(schedule, Adaptive)
     if isinstance(recipe, Calibrate) or (isinstance(recipe, Certify) and adaptive):
-        why = f"recipe={type(recipe).__name__.lower()}, which drafts recipe.gamma tokens a round; leave it out"
+        why = f"recipe={choice(recipe)}, which drafts recipe.gamma tokens a round; leave it out"
     elif isinstance(recipe, Bench) and recipe.growth is not None:
         why = "recipe.growth, where recipe.gammas or recipe.points say how many; leave it out"
     else:
         return []
     if not adaptive:
-        return [f"schedule={type(schedule).__name__.lower()}: nothing reads it with {why}"]
+        return [f"schedule={choice(schedule)}: nothing reads it with {why}"]
     changed = {name: value for name, value in vars(schedule).items() if value != getattr(Adaptive, name)}
     return [f"schedule.{name}={value}: nothing reads it with {why}" for name, value in changed.items()]
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specplug import __version__
 from specplug.compose import CONF_MODULE, readable, to_config
-from specplug.config import Config, ConfigError
+from specplug.config import Config, ConfigError, choice
 
 STOPPED = 130  # what a shell reports after Ctrl-C
 
@@ -52,8 +52,7 @@ def run_recipe(config: Config, folder: Path) -> int:
     transformers.utils.logging.set_verbosity_error()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    name = type(config.recipe).__name__.lower()
-    recipe = importlib.import_module(f"specplug.recipes.{name}")
+    recipe = importlib.import_module(f"specplug.recipes.{choice(config.recipe)}")
     return recipe.run(config, Path(config.resume) if config.resume is not None else folder)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from specplug.config import ConfigError
-from specplug.report import number
 from specplug.runs import MAY_DIFFER, flatten
+from specplug.stats import number
 from specplug.summary import RunFiles, read_run
 
 Runs = dict[str, RunFiles]  # by label

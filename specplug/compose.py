@@ -127,14 +127,9 @@ def readable(error: Exception) -> str:
     lines: list[str] = []
     for line in map(str.strip, "\n".join(parts).splitlines()):
         noise = (
-            "full_key:",
-            "object_type=",
-            "reference_type=",
-            "Check available options",
-            "Set the environment",
-            "Config search path",
-            "provider=",
-        )
+            "full_key:", "object_type=", "reference_type=", "Check available options", "Set the environment",
+            "Config search path", "provider=",
+        )  # fmt: skip
         if line and not line.startswith(noise) and line not in lines:
             lines.append(line)
     text = " ".join(lines)

@@ -251,9 +251,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def choice(value: Any) -> str:
+    """The name that a choice which is code has on the command line: `fixed` of a `Fixed`."""
+    return type(value).__name__.lower()
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain values, ready for JSON: what a run writes down, and what `resume` compares. Choices that are code get their name."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     for group in ("verify", "schedule", "engine", "recipe"):
-        values[group] = {"name": type(getattr(config, group)).__name__.lower(), **values[group]}
+        values[group] = {"name": choice(getattr(config, group)), **values[group]}
     return values

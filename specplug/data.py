@@ -15,10 +15,9 @@ from specplug.sources import Record, Template, flat, lookup, read_file, records,
 
 log = logging.getLogger(__name__)
 
-USERS, ASSISTANTS = (
-    ("user", "human"),
-    ("assistant", "gpt", "chatgpt", "bing", "bard"),
-)  # names in chat and ShareGPT files
+# Who speaks, in chat and ShareGPT files.
+USERS = ("user", "human")
+ASSISTANTS = ("assistant", "gpt", "chatgpt", "bing", "bard")
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,8 @@ def to_rows(config: Dataset, record: Record, number: int, prefix: str = "") -> l
     turns = [to_row(config, record, number, prefix)]
     for text in asked[1:] if isinstance(asked, list) else []:
         if not isinstance(text, str) or not text.strip():
-            raise ConfigError(
-                f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a turn that is"
-                " no text; each has to be one"
-            )
-        unicode(text, f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)}")
+            raise ConfigError(f"{at(config, 'prompt_column', number)} has a turn that is no text; each has to be one")
+        unicode(text, at(config, "prompt_column", number))
         first, before = turns[0], turns[-1]
         identifier = f"{first.id}.{len(turns) + 1}"
         turns.append(Row(identifier, text, None, first.category, before.id, system=first.system))
@@ -169,8 +165,7 @@ def column(config: Dataset, record: Record, number: int, key: str) -> Any:
         return lookup(record, name)
     except KeyError:
         raise ConfigError(
-            f"dataset.{key}={name}: row {number + 1} of {where(config)} has no such column;"
-            f" it has {', '.join(map(str, record))}"
+            f"{at(config, key, number)} has no such column; it has {', '.join(map(str, record))}"
         ) from None
 
 
@@ -181,14 +176,7 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
     if config.text_column is not None:
         text = text_of(column(config, record, number, "text_column"), config, number, "text_column")
         return Row(identifier, "", text, category)
-    # Where nothing is scored, references may be missing in single rows, as they are in Spec-Bench.
-    reference = None
-    if config.reference_column is not None:
-        try:
-            reference = lookup(record, config.reference_column)
-        except KeyError:
-            if config.metric not in (Metric.none, Metric.pass_at_1):
-                column(config, record, number, "reference_column")
+    references = references_of(config, record, number)
     value = column(config, record, number, "prompt_column")
     prompt = text_of(value, config, number, "prompt_column")
     if config.placeholder is not None and prompt.startswith(config.placeholder):
@@ -199,29 +187,15 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
     if config.template is not None:
         prompt = filled(config, "template", {**record, "prompt": prompt}).rstrip()
     if not prompt.strip():
-        raise ConfigError(f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} is empty")
-    if messages(reference):
-        references = texts_of(reference, ASSISTANTS)[:1]
-        if references and not isinstance(references[0], str):
-            raise ConfigError(
-                f"dataset.reference_column={config.reference_column}: row {number + 1} of {where(config)} has an answer"
-                f" that is a {type(references[0]).__name__}; it has to be text"
-            )
-    else:
-        references = flat(reference)
-    system = texts_of(value, ("system",)) if messages(value) else []
-    if system and not isinstance(system[0], str):
-        raise ConfigError(
-            f"dataset.prompt_column={config.prompt_column}: row {number + 1} of {where(config)} has a system message"
-            f" that is a {type(system[0]).__name__}; it has to be text"
-        )
+        raise ConfigError(f"{at(config, 'prompt_column', number)} is empty")
+    system = first_text(value, ("system",), "a system message", config, number, "prompt_column")
     row = Row(
         identifier,
         prefix + prompt,
         references[0] if references else None,
         category,
         others=tuple(references[1:]),
-        system=system[0] if system else None,
+        system=system,
         tests=None if config.tests is None else filled(config, "tests", record),
         head=text_or(column(config, record, number, "head_column"), ""),
     )
@@ -230,13 +204,43 @@ def to_row(config: Dataset, record: Record, number: int, prefix: str = "") -> Ro
         "template": [prompt],
         "reference_column": references,
         "category_column": [category],
-        "prompt_column": system[:1],
+        "prompt_column": [row.system or ""],
         "tests": [row.tests or ""],
         "head_column": [row.head],
     }.items():
         for text in texts:
-            unicode(text, f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)}")
+            unicode(text, at(config, key, number))
     return row
+
+
+def references_of(config: Dataset, record: Record, number: int) -> list[str]:
+    """The row's reference and the others that are as good; of a conversation the first answer."""
+    if config.reference_column is None:
+        return []
+    try:
+        value = lookup(record, config.reference_column)
+    except KeyError:
+        # Where nothing is scored, references may be missing in single rows, as they are in Spec-Bench.
+        if config.metric not in (Metric.none, Metric.pass_at_1):
+            column(config, record, number, "reference_column")
+        return []
+    if not messages(value):
+        return flat(value)
+    answer = first_text(value, ASSISTANTS, "an answer", config, number, "reference_column")
+    return [] if answer is None else [answer]
+
+
+def first_text(value: Any, who: tuple[str, ...], what: str, config: Dataset, number: int, key: str) -> str | None:
+    """What they say first in a conversation; None if they say nothing, or if this is none."""
+    said = texts_of(value, who) if messages(value) else []
+    if said and not isinstance(said[0], str):
+        raise ConfigError(f"{at(config, key, number)} has {what} that is a {type(said[0]).__name__}; it has to be text")
+    return said[0] if said else None
+
+
+def at(config: Dataset, key: str, number: int) -> str:
+    """How messages name a cell: the setting, and the row counted from 1."""
+    return f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)}"
 
 
 def text_or(value: Any, otherwise: str) -> str:
@@ -277,10 +281,9 @@ def text_of(value: Any, config: Dataset, number: int, key: str) -> str:
         value = value[0]
     if not isinstance(value, str):
         raise ConfigError(
-            f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)} holds a {type(value).__name__};"
-            " it has to be text, or a list of turns"
+            f"{at(config, key, number)} holds a {type(value).__name__}; it has to be text, or a list of turns"
         )
-    return unicode(value, f"dataset.{key}={getattr(config, key)}: row {number + 1} of {where(config)}")
+    return unicode(value, at(config, key, number))
 
 
 def unicode(text: str, what: str) -> str:
@@ -292,6 +295,18 @@ def unicode(text: str, what: str) -> str:
             f"{what} is no Unicode text: half a character at position {error.start + 1}; repair or leave it out"
         ) from None
     return text
+
+
+def pad_of(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's own, else its end of sequence, else 0."""
+    pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return pad
+
+
+def until_end(ids: list[int], eos: int | list[int] | None) -> list[int]:
+    """New tokens up to and with the first that ends a text: what `generate` adds behind it is padding."""
+    ends = eos if isinstance(eos, list) else [eos]
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 History = list[tuple[str, str]]  # earlier turns of a conversation: what was asked and what was answered

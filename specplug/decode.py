@@ -6,6 +6,7 @@ several in `batch.py`; `why_not_rounds` says what is left to the `lookahead` eng
 
 import functools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,17 +19,15 @@ from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
 from specplug.drafters import Drafter, Proposal, Request, Safely
-from specplug.fixed import FixedPasses
-from specplug.fixed import why_not as why_not_fixed
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
-from specplug.round import Text, verify_at_once, verify_by_walk, verify_in_order, verify_in_tree
+from specplug.round import Emitted, Text, verify_at_once, verify_by_walk, verify_in_order, verify_in_tree
 from specplug.schedule import AdaptivePlan, Round, Schedule
 from specplug.stats import Stats
 from specplug.stopping import Stopping
+from specplug.target import TargetPasses
 from specplug.trace import Trace
-from specplug.tree import Tree, limited
-from specplug.tree_pass import tree_inputs
+from specplug.tree import limited
 from specplug.verify import sample
 
 READ_A_MASK_TOKEN = ("xlm", "flaubert")
@@ -150,42 +149,28 @@ def decode(
 
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
-    keep = bool(generation_config.return_dict_in_generate)
-    all_scores: tuple[Tensor, ...] | None = () if keep and generation_config.output_scores else None
-    all_logits: tuple[Tensor, ...] | None = () if keep and generation_config.output_logits else None
-    stopping = Stopping(stopping_criteria)
     text = Text(input_ids)
+    output = Output(text, stopping_criteria, generation_config, streamer, trace)
     (hidden,) = left_padding(input_ids, model_kwargs.get("attention_mask"))
     for_draft = warp.for_draft(logits_processor)
     stateless = warp.all_stateless(logits_processor)
     if stateless:
         logits_processor = warp.for_row(logits_processor, hidden)
 
-    def choose(probs: Tensor) -> Tensor:
-        """The target's own draw, (1, V) -> (1,)."""
-        if keyed is None:
-            return sample(probs)
-        return keyed.choose([0], [len(text) - hidden], probs)
-
     # The prompt's pass, transformers' own: chunked prefill and a reused cache included.
     started = now()
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
-    cache = caches.get_cache(model_kwargs)
     stats.seconds_prefill += now() - started
     stats.num_prefill_tokens += 1
     started = now()
 
     noise: Noise | None = None
-    verify: Any = functools.partial(verify_at_once if stateless else verify_in_order, do_sample=do_sample, rule=rule)
     if do_sample and (rule == "walk" or keyed is not None):
         noise = keyed or StreamAhead(1, outputs.logits.shape[-1], input_ids.device)
-        verify = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
     capture = capture or Capture()
-    fixed: FixedPasses | None = None
-    if schedule.tree is None and why_not_fixed(model, capture.graph) is None and _usual(model_kwargs, hidden, text):
-        fixed = capture.fixed(model)
-        fixed.fill(cache, [hidden], _room(stopping, len(text) - hidden))
+    room = output.stopping.room(len(text) - hidden)
+    target = TargetPasses(model, text, hidden, model_kwargs, capture, room, trees=schedule.tree is not None)
     plan = schedule.start(1, drafter.costs_nothing)
     stop_drafting = None
     # Only of a drafter that asks before each draft; and elsewhere than on the CPU each question would wait for the device.
@@ -198,7 +183,7 @@ def decode(
         outputs.logits.shape[-1],
         schedule.min_confidence,
         schedule.criterion,
-        cache if fixed is None else None,
+        target.cache if target.fixed is None else None,
         synchronize,
         noise,
         judge=stop_drafting,
@@ -207,45 +192,29 @@ def decode(
         since=lambda _, known: text.since(hidden + known),
     )
     session: Any = drafter.start(request)
+    begin = None
     # Not where the device is waited for, since that would be counted as drafting.
-    if fixed is not None and stateless and noise is None and not synchronize:
-        verify = functools.partial(verify, begin=getattr(session, "begin", None))
-    in_tree = functools.partial(
-        verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
-    )
+    if target.fixed is not None and not synchronize:
+        begin = getattr(session, "begin", None)
+    choose = sample if keyed is None else lambda probs: keyed.choose([0], [len(text) - hidden], probs)
+    in_chain, in_tree = _rules(do_sample, rule, stateless, noise is not None, choose, begin)
     nothing = Proposal(input_ids.new_empty((1, 0)), None)
     proposal, logits = nothing, outputs.logits[:, -1:].float()  # (1, 1, V)
     del outputs  # the prompt's logits can be large
-    if fixed is None:
-        caches.prepare_for_crop(cache, roomy=True)
+    target.prepare()
     safely = Safely(stats, noise)
-    recorded = fixed is None and _starts_at_zero(model_kwargs, len(text))
-    passes = (capture if recorded else Capture()).passes(model)
     first, stop, began, captured = True, False, time.perf_counter(), 0.0
-    places: list[int] = []  # of the last pass, those that the text goes through
-    settled = True  # the cache holds no drafts that the text does not go through
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
-            places = []
-            judge = verify if proposal.tree is None else in_tree
-            for token, origin, scores, place in judge(proposal, logits, logits_processor, text=text):
-                text.commit(token)
-                places.append(place)
-                if all_scores is not None:
-                    all_scores += (scores,)
-                if all_logits is not None:
-                    all_logits += (logits[:, place].clone(),)
-                if trace is not None:
-                    trace.emit(token, origin, scores, place)
+            target.places = []
+            verify = in_chain if proposal.tree is None else in_tree
+            for emitted in verify(proposal, logits, logits_processor, text=text):
+                target.places.append(emitted.node)
                 num_tokens += 1
-                num_accepted += origin == "accepted"
-                rejected = rejected or origin == "recovered"
-                stop = stopping.should_stop(text, token, all_scores)
-                if streamer is not None:
-                    streamer.put(
-                        torch.tensor([token], dtype=input_ids.dtype)
-                    )  # (1,), on the CPU, as plain decoding does
+                num_accepted += emitted.origin == "accepted"
+                rejected = rejected or emitted.origin == "recovered"
+                stop = output.add(emitted, logits)
                 if stop:
                     break
             if trace is not None:
@@ -256,12 +225,9 @@ def decode(
                 first, began = False, time.perf_counter()
             else:
                 stats.count_round(num_drafts, num_accepted, rejected, num_tokens, proposal.depth)
-                # The pass added one position for the last token and one per draft; each token committed keeps one.
-                if fixed is None:
-                    caches.keep(cache, num_drafts + 1, places)
-                    settled = True
+                target.keep(num_drafts + 1)
                 if request.tree:
-                    session.observe_path(places[1:])
+                    session.observe_path(target.places[1:])
                 else:
                     session.observe(num_accepted)
                 over = time.perf_counter()
@@ -271,7 +237,7 @@ def decode(
             if stop:
                 break
 
-            room = stopping.room(len(text))
+            room = output.stopping.room(len(text))
             gamma, depth = plan.next_gamma(), None if room is None else room - 1
             shape = limited(schedule.tree, gamma, depth)
             if shape is None and depth is not None:
@@ -287,89 +253,74 @@ def decode(
                 proposal = proposal._replace(tree=None)  # needs no mask, and its rules are quicker
             if trace is not None:
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
-            width = proposal.tokens.shape[1] + 1
-            drafted, tree = torch.cat([text.ids, proposal.tokens], dim=1), proposal.tree
+            drafted = torch.cat([text.ids, proposal.tokens], dim=1)
             forward, before = now(), capture.seconds
-            ids = drafted[:, -width:]
-            if fixed is not None:
-                logits = fixed(ids, [len(text) - hidden - 1])
-            else:
-                ordinary = functools.partial(_pass, model, drafted, input_ids.shape[1], width, model_kwargs, tree)
-                given = None if tree is None else tree_inputs({"input_ids": ids, caches.NAME: cache}, tree, model.dtype)
-                settled, places = False, []
-                logits = passes(ids, cache, ordinary, given)
-            logits = logits[:, -width:].float()  # (1, G + 1, V)
+            logits = target.score(drafted, proposal.tokens.shape[1] + 1, proposal.tree)  # (1, G + 1, V)
             stats.seconds_target += now() - forward - (capture.seconds - before)
     finally:
-        if not settled:  # something raised
-            if proposal.tree is not None and places:
-                caches.keep(cache, proposal.tokens.shape[1] + 1, places)
-            caches.shorten(cache, len(text) - (1 if places else 0))
-        if fixed is not None:
-            # The prompt is in it also where a streamer raised at the first token.
-            fixed.cache.give_back(cache, max(len(text) - 1, input_ids.shape[1]) - hidden, hidden)
+        target.finish()
         capture.close()
-        caches.finish(cache)
         stats.seconds_rounds += now() - started
         stats.seconds_capture += capture.seconds
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward
-    if streamer is not None:
-        streamer.end()
-    ids = text.ids.clone()
-    if not keep:
-        return ids
-    fields: dict[str, Any] = {"sequences": ids, "scores": all_scores, "logits": all_logits, caches.NAME: cache}
-    return GenerateDecoderOnlyOutput(**fields)
+    return output.finish(target.cache)
 
 
-def _starts_at_zero(model_kwargs: dict[str, Any], length: int) -> bool:
-    """No padding, no positions of the caller's own, nothing else that grows with the text: then a pass can be recorded."""
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    return (
-        (mask is None or bool(mask.all()))
-        and (positions is None or positions[0].tolist() == list(range(length + 1)))
-        and model_kwargs.get("token_type_ids") is None
-    )
+def _rules(
+    do_sample: bool, rule: str, stateless: bool, coupled: bool, choose: Callable[[Tensor], Tensor], begin: Any
+) -> tuple[Callable[..., Iterator[Emitted]], Callable[..., Iterator[Emitted]]]:
+    """How proposals are verified, see round.py: chains, and trees. `coupled`: drafts see the noise of the target's draws, which
+    are made by `choose`."""
+    in_chain: Any
+    if coupled:
+        in_chain = functools.partial(verify_by_walk, stateless=stateless, choose=choose)
+    elif stateless:
+        in_chain = functools.partial(verify_at_once, do_sample=do_sample, rule=rule, begin=begin)
+    else:
+        in_chain = functools.partial(verify_in_order, do_sample=do_sample, rule=rule)
+    in_tree = functools.partial(verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=choose)
+    return in_chain, in_tree
 
 
-def _usual(model_kwargs: dict[str, Any], hidden: int, text: Text) -> bool:
-    """One token behind another from position 0, behind so much padding: then a pass can be run at fixed shapes."""
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    usual = (torch.arange(text.ids.shape[1] + 1, device=text.ids.device) - hidden)[None]
-    return (
-        (mask is None or (mask.shape == usual.shape and bool((mask.bool() == (usual >= 0)).all())))
-        and (
-            positions is None
-            or (positions.shape == usual.shape and bool((positions[:, hidden:] == usual[:, hidden:]).all()))
-        )
-        and (mask is not None or hidden == 0)
-        and model_kwargs.get("token_type_ids") is None
-    )
+class Output:
+    """Where the tokens of a call go: into its text, to its criteria, and to whoever asked to see them."""
 
+    def __init__(
+        self,
+        text: Text,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: Any,
+        trace: Trace | None,
+    ) -> None:
+        self.text, self.stopping, self.streamer, self.trace = text, Stopping(criteria), streamer, trace
+        self.dtype = text.ids.dtype
+        self.as_object = bool(config.return_dict_in_generate)
+        self.scores: tuple[Tensor, ...] | None = () if self.as_object and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if self.as_object and config.output_logits else None
 
-def _room(stopping: Stopping, length: int) -> int:
-    """Positions that a text may come to, as far as it is known, so that buffers need not be moved; no more than twice as many."""
-    room = stopping.room(length)
-    return 2 * length if room is None else min(length + room, 2 * length)
+    def add(self, emitted: Emitted, logits: Tensor) -> bool:
+        """The text goes on with this token, from a pass with (1, N, V) logits. Returns whether it ends there."""
+        self.text.commit(emitted.token)
+        if self.scores is not None:
+            self.scores += (emitted.scores,)
+        if self.logits is not None:
+            self.logits += (logits[:, emitted.node].clone(),)
+        if self.trace is not None:
+            self.trace.emit(*emitted)
+        stop = self.stopping.should_stop(self.text, emitted.token, self.scores)
+        if self.streamer is not None:
+            # (1,), on the CPU, as plain decoding does
+            self.streamer.put(torch.tensor([emitted.token], dtype=self.dtype))
+        return stop
 
-
-def _pass(model: Any, text: Tensor, prompt: int, width: int, model_kwargs: dict[str, Any], tree: Tree | None) -> Tensor:
-    """Logits of the last committed token and all drafts: the last `width` of the text, (1, T). As transformers does it.
-
-    `model_kwargs`: as they were behind the prompt's pass. `tree`: how the drafts hang together; None is one behind another.
-    """
-    further = text.shape[1] - prompt - 1  # the first token is counted already
-    if further:
-        types = model_kwargs.get("token_type_ids")
-        model_kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=further)
-        if (
-            types is not None
-        ):  # plain decoding repeats the last one, and transformers here as many of the last as are new
-            model_kwargs["token_type_ids"] = torch.cat([types, types[:, -1:].expand(-1, further)], dim=1)
-    if "logits_to_keep" in model_kwargs:
-        model_kwargs = {**model_kwargs, "logits_to_keep": width}
-    inputs = model.prepare_inputs_for_generation(text, next_sequence_length=width, **model_kwargs)
-    if tree is not None:
-        inputs = tree_inputs(inputs, tree, model.dtype)
-    return model(**inputs, return_dict=True).logits
+    def finish(self, cache: Any) -> Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` returns."""
+        if self.streamer is not None:
+            self.streamer.end()
+        ids = self.text.ids.clone()
+        if not self.as_object:
+            return ids
+        fields: dict[str, Any] = {"sequences": ids, "scores": self.scores, "logits": self.logits, caches.NAME: cache}
+        return GenerateDecoderOnlyOutput(**fields)

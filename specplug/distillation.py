@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from specplug.config import Distill, Loss
+from specplug.data import until_end
 from specplug.stats import ratio
 from specplug.training import IGNORED, Example, collate, example
 
@@ -190,7 +191,7 @@ class DistillTrainer(Trainer):
         draft.train()
         eos = draft.generation_config.eos_token_id
         examples = [
-            example(prompt, without_padding(text, eos), self.recipe.max_length, self.recipe.loss_on_prompt)
+            example(prompt, until_end(text, eos), self.recipe.max_length, self.recipe.loss_on_prompt)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         return {key: value.to(draft.device) for key, value in collate(examples, self.pad).items()}
@@ -220,13 +221,6 @@ def left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[pad] * (longest - len(each)) + each for each in prompts])
     mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
     return ids, mask
-
-
-def without_padding(answer: list[int], eos: int | list[int] | None) -> list[int]:
-    """Up to and with the first end-of-sequence token; what `generate` adds behind it is padding."""
-    ends = eos if isinstance(eos, list) else [eos]
-    first = next((number for number, token in enumerate(answer) if token in ends), None)
-    return answer if first is None else answer[: first + 1]
 
 
 def trainer_for(recipe: Distill, teacher: PreTrainedModel | None, pad: int) -> Callable[..., Trainer]:

@@ -39,6 +39,12 @@ def in_markdown(text: object) -> str:
     return escaped
 
 
+def markdown_table(rows: list[list[str]]) -> list[str]:
+    """The lines of a table, header first."""
+    header, *body = [[in_markdown(cell) for cell in row] for row in rows]
+    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
+
+
 def code_block(text: str) -> str:
     """A fenced block of Markdown, the fence longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from specplug import svg
 from specplug.config import Bench, Config, Drafter
-from specplug.stats import Stats, ratio
+from specplug.stats import Stats, number, ratio
 
 POINTS = {
     "context": [128, 256, 512, 1024, 2048, 4096, 8192],  # tokens of a prompt
@@ -123,10 +123,6 @@ def row(sample: dict[str, Any], side: str, made: dict[str, Any]) -> dict[str, An
 
 def table(axis: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Header and a row a side and point."""
-
-    def number(value: float | None, scale: float, unit: str, digits: int = 2) -> str:
-        return "-" if value is None else f"{scale * value:.{digits}f}{unit}"
-
     made = [[axis, *HEADER]]
     for each in rows:
         share = None
@@ -137,13 +133,13 @@ def table(axis: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
                 str(each["point"]),
                 each["side"],
                 str(each["gamma"]),
-                number(each["seconds_per_token"], 1e3, " ms"),
-                number(each["seconds_outside_per_token"], 1e3, " ms"),
-                number(share, 100, " %", 0),
-                number(each["seconds_prefill"], 1e3, " ms", 1),
-                number(each["mean_acceptance_length"], 1, ""),
-                number(each["kv_bytes"], 2**-20, " MiB", 1),
-                number(each["peak_bytes"], 2**-20, " MiB", 0),
+                number(each["seconds_per_token"], 2, " ms", 1e3),
+                number(each["seconds_outside_per_token"], 2, " ms", 1e3),
+                number(share, 0, " %", 100),
+                number(each["seconds_prefill"], 1, " ms", 1e3),
+                number(each["mean_acceptance_length"]),
+                number(each["kv_bytes"], 1, " MiB", 2**-20),
+                number(each["peak_bytes"], 0, " MiB", 2**-20),
             ]
         )
     return made

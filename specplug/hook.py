@@ -20,7 +20,7 @@ from specplug.cache import NAME
 
 
 class Serves(Protocol):
-    """What a plugin is to this module."""
+    """What this module needs of a plugin."""
 
     def serve(self, model: PreTrainedModel, plain: Any, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -28,7 +28,7 @@ class Serves(Protocol):
 
 
 class Intercepts(Protocol):
-    """What a lookahead is to this module."""
+    """What this module needs of a lookahead."""
 
     def after_prefill(self, outputs: Any) -> None: ...
 
@@ -44,18 +44,18 @@ class CallSettings:
 
 
 _LOCK = threading.RLock()
-_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Serves] = weakref.WeakKeyDictionary()
 _LIVE_CALLS: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _CLASSES: dict[type, type] = {}
-_LOOKAHEADS: dict[int, Any] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
+_LOOKAHEADS: dict[int, Intercepts] = {}  # id of a cache -> the lookahead that keeps it; two calls never share a cache
 _SETTINGS: ContextVar[CallSettings | None] = ContextVar("specplug settings of this call", default=None)
 
 
 class SpeculativeMixin:
     """Put before a model's own class while it is served.
 
-    A method may be looked up while that is so and run when it is over, where calls of several threads end at different times. So
-    what stands behind it is not looked up by `super()`, which would then raise, but see `_own`.
+    One thread may look a method up here and run it after another thread's call has ended and swapped the class back. `super()`
+    would then raise, so the model's own method is found by `_own`.
     """
 
     _specplug_original: type
@@ -166,7 +166,7 @@ def refuse_seed(loop: str) -> None:
         )
 
 
-def attach(model: PreTrainedModel, plugin: Any) -> None:
+def attach(model: PreTrainedModel, plugin: Serves) -> None:
     with _LOCK:
         if model in _ATTACHED:
             raise ValueError("this model has a plugin attached; call specplug.detach(model) first")
@@ -174,7 +174,7 @@ def attach(model: PreTrainedModel, plugin: Any) -> None:
         _settle(model)
 
 
-def detach(model: PreTrainedModel, plugin: Any) -> None:
+def detach(model: PreTrainedModel, plugin: Serves) -> None:
     """Does nothing if this plugin does not serve the model."""
     with _LOCK:
         if _ATTACHED.get(model) is plugin:
@@ -196,7 +196,7 @@ def end_call(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def intercepted(model: PreTrainedModel, cache: Any, lookahead: Any) -> Iterator[None]:
+def intercepted(model: PreTrainedModel, cache: Any, lookahead: Intercepts) -> Iterator[None]:
     """Within: calls of the model with this very cache go through the lookahead."""
     begin_call(model)
     _LOOKAHEADS[id(cache)] = lookahead

@@ -12,17 +12,18 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specplug.choices import Kernel
 from specplug.config import first_line
 
 log = logging.getLogger(__name__)
 
-KERNELS = ("auto", "torch", "numba")
+KERNELS = tuple(each.value for each in Kernel)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 17
 MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
@@ -52,17 +53,24 @@ def swapped(kernel: str, *models: Any) -> Iterator[bool]:
     """Within it, the linear layers of `models` use our product where it serves them. Yields whether any does."""
     served, threads = [] if kernel == "torch" else _served(*models), torch.get_num_threads()
     modules = [module for module in served if not isinstance(_compiled(module.weight.dtype, threads), str)]
-    entered: list[nn.Linear] = []
+    with entered(modules, _enter, _leave):
+        yield bool(modules)
+
+
+@contextlib.contextmanager
+def entered(modules: Sequence[nn.Module], enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Iterator[None]:
+    """Within it each of the modules was given to `enter`; then those are given to `leave`, also where an `enter` raised."""
+    done = []
     try:
         with _ENTERING:
             for module in modules:
-                _enter(module)
-                entered.append(module)
-        yield bool(modules)
+                enter(module)
+                done.append(module)
+        yield
     finally:
         with _ENTERING:
-            for module in entered:
-                _leave(module)
+            for module in done:
+                leave(module)
 
 
 _ENTERING = threading.Lock()

@@ -72,9 +72,7 @@ class Lookahead:
         self.pad = generation_config._pad_token_tensor
         self.finished = torch.zeros(num_rows, dtype=torch.bool, device=input_ids.device)
         self.active: list[int] = []  # rows that the last pass drafted for
-        self.kept_of_finished: dict[
-            int, int
-        ] = {}  # of them, those that have ended since, and how many drafts they kept
+        self.kept_of_finished: dict[int, int] = {}  # those of them that have ended since: how many drafts they kept
         self.safely = Safely(stats, noise)
         self.began = False
         self.drafts = input_ids.new_empty((num_rows, 0))  # (B, G) behind the last token that was scored

@@ -15,12 +15,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 from transformers.generation.streamers import BaseStreamer
 
 from specplug.config import Config, Walk, first_line
-from specplug.data import Row
+from specplug.data import Row, pad_of, until_end
 from specplug.drafters.chain import ChainDrafter
 from specplug.drafters.cross_vocab import CrossVocabDrafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
 from specplug.drafters.suffix import SuffixDrafter
+from specplug.drafters.translate import common_prefix
 from specplug.metrics.scoring import Scorer, references
 from specplug.pipelines import generate_arguments
 from specplug.plugin import SpeculativeProcessor
@@ -84,14 +85,8 @@ def timed_batch(model: Any, prompts: list[Tensor], pad: int, seed: int, **argume
     output = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **arguments)
     synchronize(model)
     share = (time.perf_counter() - started) / len(prompts)
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return [Timed(until_end(row[width:].tolist(), ends), share, None) for row in output]
-
-
-def until_end(ids: list[int], ends: list[int | None]) -> list[int]:
-    """Without the padding of a sequence that was finished before others of its batch."""
-    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
+    eos = model.generation_config.eos_token_id
+    return [Timed(until_end(row[width:].tolist(), eos), share, None) for row in output]
 
 
 @dataclass
@@ -113,10 +108,8 @@ def compare(
     """
     if plain == ours:
         return Verdict("identical")
-    position = next(
-        (i for i, (a, b) in enumerate(zip(plain, ours, strict=False)) if a != b), min(len(plain), len(ours))
-    )
-    if position >= min(len(plain), len(ours)):  # one is the other's beginning: no choice of tokens explains that
+    position = common_prefix(plain, ours)
+    if position == min(len(plain), len(ours)):  # one is the other's beginning: no choice of tokens explains that
         return Verdict("mismatch", position)
     prefix = torch.cat([prompt, prompt.new_tensor([plain[:position]])], dim=1)
     with torch.no_grad():
@@ -153,7 +146,7 @@ class Sides:
         self.arguments, self.scorer = generate_arguments(config), Scorer(config.dataset)
         recipe: Any = config.recipe
         self.repeats = recipe.repeats
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+        self.pad = pad_of(tokenizer)
         self.assisted: dict[str, Any] | None = None
         if recipe.compare_assisted and recipe.batch_size > 1:
             log.warning("transformers' assisted generation is left out, it takes one sequence: recipe.batch_size=1")
@@ -256,9 +249,8 @@ class Sides:
             return max(found, key=lambda verdict: SEVERITY.index(verdict.kind))
         if isinstance(self.config.verify, Walk) and all(each == plain for each in others):
             return Verdict("identical")
-        return Verdict(
-            "not_compared"
-        )  # under walk, rounding may part those drawn by the same numbers, at the edge of a race
+        # Under walk, rounding may part even those that were drawn by the same numbers, at the edge of a race.
+        return Verdict("not_compared")
 
     def trace(self, row: Row, ids: Tensor, seed: int, text: str) -> dict[str, Any]:
         """What became of every draft, in a call that is not timed. `text`: what our timed call wrote."""

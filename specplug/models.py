@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from transformers import (
 )
 
 from specplug.config import ConfigError, Draft, Model, QuantizationMethod, first_line
+from specplug.sources import ASSET_PREFIX, ASSETS
 
 log = logging.getLogger(__name__)
 
-ASSETS = Path(__file__).parent / "assets"
-ASSET_PREFIX = "asset:"
 # Embeddings padded for the hardware: sizes are multiples of this, and differ by a few such steps at most.
 PADDING_MULTIPLE = 64
 PADDING_LIMIT = 0.02
@@ -185,6 +183,12 @@ def check_pair(
     )
     if sizes[0] != sizes[1] and not padded:
         raise ConfigError(f"draft and target have different vocabularies: {named}; {fix}")
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Positions that a model has for prompt and answer together; None where its configuration names no limit."""
+    length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length
 
 
 def share_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -10,7 +10,6 @@ Served: attention modules of transformers with sdpa, on any device. What they ar
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specplug.attention import own_sdpa
 from specplug.capture import MAX_WIDTH
+from specplug.kernel import entered
 
 NAME = "specplug_packed"
 
@@ -60,20 +60,10 @@ def swapped(kernel: str, *models: Any) -> Iterator[None]:
     """Within it, the attention of `models` is packed where it is served, unless `kernel` is "torch"."""
     served = kernel != "torch" and own_sdpa()
     modules = [each for model in models for each in model.modules() if _serves(each)] if served else []
-    entered: list[nn.Module] = []
-    try:
-        with _ENTERING:
-            for module in modules:
-                _enter(module)
-                entered.append(module)
+    with entered(modules, _enter, _leave):
         yield
-    finally:
-        with _ENTERING:
-            for module in entered:
-                _leave(module)
 
 
-_ENTERING = threading.Lock()
 # Modules of models that several threads decode with at once: how many of them are inside, and the configs that they had.
 _INSIDE: dict[nn.Module, tuple[int, Any]] = {}
 

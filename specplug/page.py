@@ -13,6 +13,7 @@ from typing import Any
 
 from specplug import report, svg
 from specplug.escape import in_html, in_script
+from specplug.stats import number
 
 ASSETS = Path(__file__).parent / "assets" / "report"
 
@@ -56,16 +57,15 @@ def of_run(summary: dict[str, Any], config: dict[str, Any], drawn: list[svg.Plot
 
 def of_comparison(tables: dict[str, list[list[str]]], warning: str, drawn: svg.Plot | None) -> str:
     """The page of several runs. `tables` by title, each with its header first."""
-    sections = (
-        [f'<section role="note" class="bad"><p>{in_html(warning[0].upper() + warning[1:])}.</p></section>']
-        if warning
-        else []
-    )
-    for number, (title, rows) in enumerate(tables.items()):
+    sections = []
+    if warning:
+        told = in_html(warning[0].upper() + warning[1:])
+        sections.append(f'<section role="note" class="bad"><p>{told}.</p></section>')
+    for place, (title, rows) in enumerate(tables.items()):
         if len(rows) > 1:
-            name = "runs" if number == 0 else f"table-{number}"
+            name = "runs" if place == 0 else f"table-{place}"
             sections.append(section(name, title, table(rows, title, last_is_total=False)))
-        if number == 0 and drawn is not None:
+        if place == 0 and drawn is not None:
             sections.append(section("plots", "Plot", gallery([drawn])))
     lead = "Each run beside plain generate of its own, measured in the same process."
     return fill(f"{len(tables['Runs']) - 1} runs side by side", lead, "\n".join(sections), [])
@@ -87,7 +87,7 @@ def tiles(summary: dict[str, Any]) -> str:
             f"plain / ours, {(scores.get('metric') or 'mean over prompts').replace('_', ' ')}: {scores['verdict']}"
         )
     found = [
-        ("speed-up over plain generate", report.number(summary["speedup"], 2, "x"), between, ""),
+        ("speed-up over plain generate", number(summary["speedup"], 2, "x"), between, ""),
         ("output", exact, detail, "bad" if counts["mismatch"] else ""),
         ("task score", score, of_whom, ""),
     ]
@@ -140,9 +140,8 @@ def fill(title: str, lead: str, body: str, traces: list[dict[str, Any]]) -> str:
         "hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template
-    )  # in one go: what is put in is not looked at
+    # All in one go, so that what is put in is not looked at.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
 def colours() -> str:

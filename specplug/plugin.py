@@ -28,16 +28,16 @@ from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
-from specplug.config import Config
+from specplug.config import Config, choice
 from specplug.decode import decode, why_not_at_all, why_not_rounds
-from specplug.drafters import Drafter
+from specplug.drafters import Drafter, members_of
 from specplug.drafters.build import make_drafter
 from specplug.drafters.model import ModelDrafter
 from specplug.lookahead import Lookahead, left_padding
 from specplug.models import check_pair
 from specplug.noise import Chooser, Keyed
 from specplug.schedule import AdaptiveSchedule, Schedule, without_tree
-from specplug.settings import ENGINES, Settings, allowed, make_schedule
+from specplug.settings import ENGINES, LoopInputs, Settings, allowed, make_schedule
 from specplug.stats import Call, Stats
 from specplug.trace import Trace
 from specplug.tree_pass import check_drafter, why_chains
@@ -78,7 +78,7 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> None:
         if isinstance(draft, Config):
             schedule, kernel, graph = schedule or make_schedule(draft), draft.kernel.value, draft.graph.value
-            engine, verify = type(draft.engine).__name__.lower(), type(draft.verify).__name__.lower()
+            engine, verify = choice(draft.engine), choice(draft.verify)
             draft = draft.draft
         self.schedule = schedule or AdaptiveSchedule()
         self.engine = allowed("engine", engine, ENGINES)
@@ -185,59 +185,54 @@ class SpeculativeProcessor(LogitsProcessor):
                 f"this plugin's trace records one sequence, and the call has {len(input_ids)}; trace = None"
             )
         processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
-        inputs = (input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs)
+        given = LoopInputs(
+            input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
         try:
             settings = Settings(self.schedule, self.engine, None).of_call(hook.call_settings())
-            if settings.seed is None:
-                return self._decode(call, settings, None, model, plain, *inputs)
-            if not generation_config.do_sample:
-                raise ValueError(
-                    f"seed={settings.seed.seed} with do_sample=False: greedy decoding draws nothing; pass do_sample=True, or"
-                    " leave seed out"
-                )
-            hidden = left_padding(input_ids, model_kwargs.get("attention_mask"))
-            lengths = [input_ids.shape[1] - padding for padding in hidden]
-            keyed = Keyed(settings.seed.seed, settings.seed.ids_of(len(input_ids)), lengths)
-            return self._decode(call, settings, keyed, model, plain, *inputs)
+            return self._decode(call, settings, _keyed(settings, given), model, plain, given)
         finally:
             self.count(call)
 
     def _decode(
-        self,
-        call: Call,
-        settings: "Settings",
-        keyed: Keyed | None,
-        model: Any,
-        plain: Any,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        synced_gpus: bool,
-        streamer: Any,
-        model_kwargs: dict[str, Any],
+        self, call: Call, settings: Settings, keyed: Keyed | None, model: Any, plain: Any, given: LoopInputs
     ) -> Any:
         """Choose the engine and run it. `keyed`: the noise of a call with a seed."""
-        call.engine, call.reason = self._choose(
-            settings, model, input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs
-        )
+        call.engine, call.reason = self._choose(settings, model, given)
         schedule = settings.schedule
         if schedule.tree is not None and call.engine != "plain":
-            reason = why_chains(call.engine, len(input_ids), model, get_cache(model_kwargs))
+            reason = why_chains(call.engine, len(given.input_ids), model, get_cache(given.model_kwargs))
             if reason is not None:
                 self._say_chains(settings, reason)
                 schedule = without_tree(schedule)
                 call.reason = f"{call.reason}; chains, not trees: {reason}"
-        computed = functools.partial(_quicker, self.kernel, model, *models_of(self.drafter))
-        common: Any = {"drafter": self.drafter, "schedule": schedule, "stats": call}
         if call.engine == "rounds":
-            inputs = (input_ids, processors, criteria, config)
-            common |= {"rule": self.verify, "keyed": keyed, "synchronize": self.synchronize, **model_kwargs}
-            common["capture"] = Capture(self.graph, self.record_after)
-            with computed(), model._optimize_model_for_decode():
-                if len(input_ids) > 1:
-                    return decode_batch(model, *inputs, **common)
-                return decode(model, *inputs, streamer, trace=self.trace, **common)
+            return self._in_rounds(call, schedule, keyed, model, given)
+        return self._in_their_loop(call, schedule, keyed, model, plain, given)
+
+    def _in_rounds(self, call: Call, schedule: Schedule, keyed: Keyed | None, model: Any, given: LoopInputs) -> Any:
+        """By our own loop."""
+        inputs = (given.input_ids, given.processors, given.criteria, given.config)
+        common: Any = {
+            "drafter": self.drafter,
+            "schedule": schedule,
+            "stats": call,
+            "rule": self.verify,
+            "keyed": keyed,
+            "synchronize": self.synchronize,
+            "capture": Capture(self.graph, self.record_after),
+            **given.model_kwargs,
+        }
+        with _quicker(self.kernel, model, *models_of(self.drafter)), model._optimize_model_for_decode():
+            if len(given.input_ids) > 1:
+                return decode_batch(model, *inputs, **common)
+            return decode(model, *inputs, given.streamer, trace=self.trace, **common)
+
+    def _in_their_loop(
+        self, call: Call, schedule: Schedule, keyed: Keyed | None, model: Any, plain: Any, given: LoopInputs
+    ) -> Any:
+        """By transformers' loop `plain`, over a target that looks ahead or as it is."""
+        input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs = given
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
             if config.return_dict_in_generate and config.output_scores:
@@ -248,9 +243,7 @@ class SpeculativeProcessor(LogitsProcessor):
             choosing = LogitsProcessorList([*processors, Chooser(keyed, left_padding(input_ids, mask))])
             drawing = copy.copy(config)
             drawing.do_sample = False  # nothing is left to draw, and the stream is not touched
-        loop = functools.partial(
-            plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs
-        )  # fmt: skip
+        loop = functools.partial(plain, input_ids, choosing, criteria, drawing, synced_gpus, streamer, **model_kwargs)
         if call.engine == "plain":
             return loop()
         lookahead = Lookahead(
@@ -260,31 +253,26 @@ class SpeculativeProcessor(LogitsProcessor):
             _vocab_size(model),
             config,
             processors,
+            self.drafter,
+            schedule,
+            call,
             noise=keyed,
             trace=self.trace,
-            **common,
         )
         try:
-            with computed(), hook.intercepted(model, lookahead.cache, lookahead):
+            with (
+                _quicker(self.kernel, model, *models_of(self.drafter)),
+                hook.intercepted(model, lookahead.cache, lookahead),
+            ):
                 return loop()
         finally:
             lookahead.finish()
 
-    def _choose(
-        self,
-        settings: "Settings",
-        model: Any,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        synced_gpus: bool,
-        streamer: Any,
-        model_kwargs: dict[str, Any],
-    ) -> tuple[str, str]:
+    def _choose(self, settings: Settings, model: Any, given: LoopInputs) -> tuple[str, str]:
         """The engine for this call and the reason. Raises ValueError if the one that was asked for cannot serve it."""
         if settings.engine == "plain":
             return "plain", "engine=plain"
+        input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs = given
         reason = why_not_at_all(model, input_ids, config, model_kwargs) or why_not_attention(model)
         if reason is not None:
             if settings.engine != "auto":
@@ -296,8 +284,9 @@ class SpeculativeProcessor(LogitsProcessor):
         if settings.engine == "lookahead":
             return "lookahead", "engine=lookahead"
         rule = self.verify if settings.seed is None else "seed"
-        inputs = (input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs)
-        reason = why_not_rounds(model, *inputs, rule)
+        reason = why_not_rounds(
+            model, input_ids, config, processors, criteria, synced_gpus, streamer, model_kwargs, rule
+        )
         if reason is None:
             return "rounds", "everything passed is served by it exactly"
         if settings.engine == "rounds":
@@ -306,7 +295,7 @@ class SpeculativeProcessor(LogitsProcessor):
             )
         return "lookahead", reason
 
-    def _say_chains(self, settings: "Settings", reason: str) -> None:
+    def _say_chains(self, settings: Settings, reason: str) -> None:
         """Trees were asked for, and this call drafts chains."""
         if settings.engine == "rounds":
             raise ValueError(f"engine=rounds cannot draft trees in this call: {reason}. engine=auto drafts chains.")
@@ -324,7 +313,7 @@ class SpeculativeProcessor(LogitsProcessor):
         kernels.prepare(self.kernel, model)
         if self.schedule.tree is not None:
             check_drafter(self._drafter)
-        for member in getattr(self._drafter, "members", [self._drafter]):
+        for member in members_of(self._drafter):
             if isinstance(member, ModelDrafter) and member.same_vocabulary:
                 check_pair(model, member.model)
 
@@ -339,10 +328,23 @@ class SpeculativeProcessor(LogitsProcessor):
             log.warning("specplug: %s", message)
 
 
+def _keyed(settings: Settings, given: LoopInputs) -> Keyed | None:
+    """The noise of a call with a seed. Raises ValueError where a seed has no effect."""
+    seed = settings.seed
+    if seed is None:
+        return None
+    if not given.config.do_sample:
+        raise ValueError(
+            f"seed={seed.seed} with do_sample=False: greedy decoding draws nothing; pass do_sample=True, or leave seed out"
+        )
+    hidden = left_padding(given.input_ids, given.model_kwargs.get("attention_mask"))
+    lengths = [given.input_ids.shape[1] - padding for padding in hidden]
+    return Keyed(seed.seed, seed.ids_of(len(given.input_ids)), lengths)
+
+
 def models_of(drafter: Drafter) -> list[PreTrainedModel]:
     """The models that draft, none for a lookup."""
-    members = getattr(drafter, "members", [drafter])
-    return [member.model for member in members if isinstance(member, ModelDrafter)]
+    return [member.model for member in members_of(drafter) if isinstance(member, ModelDrafter)]
 
 
 @contextlib.contextmanager

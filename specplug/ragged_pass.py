@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.stateless import _reparametrize_module
 from transformers import DynamicCache, PreTrainedModel
 
-from specplug.capture import MAX_WIDTH, RECORDING, USES_BEFORE, Recording, _recordings, trace
+from specplug.capture import MAX_WIDTH, USES_BEFORE, recordings_of
 from specplug.fixed import FixedPasses, run_pass
 from specplug.ragged import Places, RaggedCache
+from specplug.recording import trace_with_weights
 
 
 class RaggedPasses(FixedPasses):
@@ -25,10 +25,7 @@ class RaggedPasses(FixedPasses):
         self._num_slots = 0  # that hold anything
         self._rest: RaggedCache | None = None  # what is left of the cache when rows have left
         self._recorded_after = USES_BEFORE if uses_before is None else uses_before
-        self._recordings: dict[Any, Recording] | None = None
-        if graph == "capture":
-            with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
-                self._recordings, self._weights = _recordings(model)
+        self._recordings, self._weights = recordings_of(model, graph)
 
     @property
     def cache(self) -> RaggedCache:
@@ -91,12 +88,9 @@ class RaggedPasses(FixedPasses):
 def record(model: PreTrainedModel, cache: RaggedCache, inputs: list[Tensor]) -> Any:
     """A function of ids and positions, (B, W) each, numbers of the rows, (B, 1), what `cache` holds as far as the pass may look, and
     the weights, that returns logits. Raises as `trace`."""
-    names, weights = zip(*model.named_parameters(), strict=True)
 
-    def forward(ids: Tensor, positions: Tensor, rows: Tensor, *given: Tensor) -> Tensor:
-        held, weights = given[: len(given) - len(names)], given[len(given) - len(names) :]
-        with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
-            return run_pass(model, ids, positions, cache.over(list(held), Places(rows)))
+    def forward(ids: Tensor, positions: Tensor, rows: Tensor, *held: Tensor) -> Tensor:
+        return run_pass(model, ids, positions, cache.over(list(held), Places(rows)))
 
     # The same with one more row, one more position, unless one alone is computed otherwise, and more before it.
     more, before = int(inputs[0].shape[1] > 1), 7
@@ -104,4 +98,4 @@ def record(model: PreTrainedModel, cache: RaggedCache, inputs: list[Tensor]) -> 
     ids, positions, _, *held = inputs
     others = [pad(ids, (0, more, 0, 1)), pad(positions, (0, more, 0, 1)), torch.arange(len(ids) + 1)[:, None]]
     others += [pad(each, (0, 0, 0, before + more, 0, 0, 0, 1)) for each in held]
-    return trace(forward, [*inputs, *weights], [*others, *weights])
+    return trace_with_weights(model, forward, inputs, others)

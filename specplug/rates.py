@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specplug.stats import Stats
+from specplug.stats import Stats, ratio
 
 SIDES = ("plain", "assisted", "speculative")
 Sample = dict[str, Any]
@@ -34,7 +34,7 @@ def rate(samples: list[Sample], side: str, decode: bool = False) -> float | None
 
 def speedup(samples: list[Sample], over: str, decode: bool = False) -> float | None:
     ours, theirs = rate(samples, "speculative", decode), rate(samples, over, decode)
-    return ours / theirs if ours is not None and theirs else None
+    return ratio(ours, theirs)
 
 
 def median_ratio(samples: list[Sample], over: str) -> float | None:
@@ -52,10 +52,8 @@ def interval(samples: list[Sample], over: str, bootstrap: int, seed: int) -> lis
     ratios = []
     for _ in range(bootstrap):
         drawn = rng.integers(len(samples), size=len(samples))
-        ours, theirs = (
-            tokens[drawn].sum() / seconds[drawn].sum(),
-            their_tokens[drawn].sum() / their_seconds[drawn].sum(),
-        )
+        ours = tokens[drawn].sum() / seconds[drawn].sum()
+        theirs = their_tokens[drawn].sum() / their_seconds[drawn].sum()
         ratios.append(ours / theirs if theirs else 0.0)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return [float(low), float(high)]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from specplug import plots, scores, svg
-from specplug.escape import code_block, in_markdown
+from specplug.escape import code_block, in_markdown, markdown_table
 from specplug.rates import SIDES, Sample, tokens_and_seconds
 from specplug.runs import write_json
-from specplug.stats import Stats
+from specplug.stats import Stats, number, ratio
 from specplug.summary import read_run
 
 LISTED_ERRORS = 20  # in report.md and report.html; summary.json has all
@@ -26,17 +26,10 @@ def write_reports(folder: Path) -> dict[str, Any]:
     summary = run.summary
     write_json(folder / "summary.json", summary)
     drawn = plots.of_run(summary, run.samples, run.traces)
-    (folder / "plots").mkdir(exist_ok=True)
-    for plot in drawn:
-        (folder / "plots" / f"{plot.name}.svg").write_text(svg.standalone(plot), encoding="utf-8")
-    images = [f"![{plot.title}](plots/{plot.name}.svg)" for plot in drawn]
+    images = [svg.save(plot, folder) for plot in drawn]
     (folder / "report.md").write_text(markdown(summary, run.config, images), encoding="utf-8")
     (folder / "report.html").write_text(page.of_run(summary, run.config, drawn, run.traces), encoding="utf-8")
     return summary
-
-
-def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
 def spread(interval: list[float] | None) -> str:
@@ -58,17 +51,9 @@ def verdict(summary: dict[str, Any]) -> str:
 def rows(summary: dict[str, Any]) -> list[list[str]]:
     """The table per category, with a last row for all; the header first. tok/s of the three sides, then ratios."""
     header = [
-        "category",
-        "n",
-        "plain",
-        "assisted",
-        "ours",
-        "speed-up",
-        "vs assisted",
-        "alpha",
-        "tokens / pass",
+        "category", "n", "plain", "assisted", "ours", "speed-up", "vs assisted", "alpha", "tokens / pass",
         "identical",
-    ]
+    ]  # fmt: skip
     table = [[*header, "score plain / ours"]]
     for name, part in [*summary["categories"].items(), ("all", summary)]:
         speeds = [number(part["tokens_per_second"][side], 0) for side in SIDES]
@@ -169,7 +154,7 @@ class SoFar:
         """For a tracker, under the names of summary.json."""
         return {
             "tokens_per_second": {side: self.rate(side) for side in SIDES},
-            "speedup": quotient(self.rate("speculative"), self.rate("plain")),
+            "speedup": ratio(self.rate("speculative"), self.rate("plain")),
             "alpha": self.stats.alpha,
             "mean_acceptance_length": self.stats.mean_acceptance_length,
             "mean_gamma": self.stats.mean_gamma,
@@ -180,16 +165,12 @@ class SoFar:
         """One line, and a table of the sides with its header first."""
         table = [["", "tokens / s", "decoding alone", "speed-up"]]
         for side, name in zip(SIDES, ("plain", "assisted", "ours"), strict=True):
-            ratio = None if side == "plain" else quotient(self.rate(side), self.rate("plain"))
+            times = None if side == "plain" else ratio(self.rate(side), self.rate("plain"))
             decoding = number(self.rate(side, decode=True), 0)
-            table.append([name, number(self.rate(side), 0), decoding, number(ratio, 2, "x")])
+            table.append([name, number(self.rate(side), 0), decoding, number(times, 2, "x")])
         verdicts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in self.exactness.items())
         length = number(self.stats.mean_acceptance_length)
         return f"{table[-1][1]} tok/s, {table[-1][3]} plain, {length} tokens per target pass, {verdicts}", table
-
-
-def quotient(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 def title(config: dict[str, Any]) -> str:
@@ -237,15 +218,8 @@ def explanation(summary: dict[str, Any], config: dict[str, Any]) -> list[str]:
     ]
 
 
-def grid(table: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table, header first."""
-    header, *body = [[in_markdown(cell) for cell in row] for row in table]
-    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *body]]
-
-
 def markdown(summary: dict[str, Any], config: dict[str, Any], images: list[str]) -> str:
     """`images`: links to the plots."""
-    table = grid(rows(summary))
     histogram = [f"| {k} | {count} |" for k, count in enumerate(summary["acceptance_histogram"])]
     positions = [f"| {k + 1} | {share:.3f} |" for k, share in enumerate(summary["acceptance_by_position"])]
     mismatches = (
@@ -258,13 +232,13 @@ def markdown(summary: dict[str, Any], config: dict[str, Any], images: list[str])
             *(f"- {line}" for line in headline(summary)),
             "",
             *mismatches,
-            *table,
+            *markdown_table(rows(summary)),
             "",
             *explanation(summary, config),
             "",
             *images,
             "",
-            *(line for lines in length_rows(summary).values() for line in [*grid(lines), ""]),
+            *(line for lines in length_rows(summary).values() for line in [*markdown_table(lines), ""]),
             *(
                 ["## Failed", "", *(f"- {in_markdown(line)}" for line in error_lines(summary)), ""]
                 if summary["errors"]

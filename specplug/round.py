@@ -26,9 +26,7 @@ class Emitted(NamedTuple):
     token: int
     origin: Literal["accepted", "recovered", "bonus"]
     scores: Tensor  # (1, V) processed
-    node: (
-        int  # the place where it was found: how many drafts are before it, or in a tree the node behind which it stands
-    )
+    node: int  # where it was found: how many drafts are before it, or in a tree the node behind which it stands
 
 
 class Text:
@@ -36,9 +34,8 @@ class Text:
 
     def __init__(self, ids: Tensor) -> None:
         self._buffer, self._prompt, self._written = ids, ids.shape[1], ids.shape[1]
-        self._committed: list[
-            int
-        ] = []  # those behind the first `_written` are not in the ids yet: they are written at once
+        # Those behind position `_written` are not in the buffer yet: they are written together when somebody asks for the ids.
+        self._committed: list[int] = []
 
     def __len__(self) -> int:
         return self._prompt + len(self._committed)

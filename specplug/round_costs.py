@@ -1,7 +1,7 @@
-"""What the passes that rounds consist of cost, measured as rounds have them: draft steps, then the target's pass.
+"""What the passes of a round cost, measured in the order in which a round has them: draft steps, then the target's pass.
 
-In a row, a pass finds what the one before left in the processor's caches, which is not what it finds behind passes of another
-model. So rounds are acted: drafts that are only fed, no verification, nothing else in between.
+A pass that follows one of the same model finds other things in the processor's caches than one that follows another model. So
+whole rounds are simulated: drafts are fed whatever they are, and nothing is verified or done in between.
 """
 
 import time
@@ -21,10 +21,11 @@ from specplug.config import ConfigError
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
 from specplug.kernel import swapped
+from specplug.models import context_length
 
 # Rounds of one gamma in a row, and how many of them are not timed: until the processor's caches are those of such rounds.
 IN_A_TURN, NOT_TIMED = 10, 2
-MOST_DRAFTS = 3  # fed in a round that is acted; more of them cost what these do
+MOST_DRAFTS = 3  # fed in a simulated round; more of them cost what these do
 # Positions that a text grows by with passes over one, and with those over several, so that recordings of either are compared at
 # another length; then it stays as it is.
 GROWTH = 4
@@ -70,7 +71,7 @@ class RoundCosts:
 
 
 class Standing:
-    """A model on a text, which grows with its first passes."""
+    """A model with a text in its cache, over which passes are timed. The first few of them make the text longer."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, roomy: bool = True) -> None:
         self.model: Any = model
@@ -179,8 +180,7 @@ def check_room(model: PreTrainedModel, drafter: Any, gammas: Iterable[int], key:
 
 def _context(models: list[Any]) -> int:
     """Positions that all of them can have."""
-    known = (getattr(each.config.get_text_config(), "max_position_embeddings", None) for each in models)
-    return min((each for each in known if each), default=1 << 30)
+    return min((length for each in models if (length := context_length(each))), default=1 << 30)
 
 
 def synchronize(model: PreTrainedModel) -> None:

@@ -18,23 +18,11 @@ from filelock import FileLock, Timeout
 from specplug.config import Config, ConfigError, to_dict
 
 PACKAGES = (
-    "specplug",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "bitsandbytes",
-    "datasets",
+    "specplug", "torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "bitsandbytes", "datasets",
     "matplotlib",
-)
-MAY_DIFFER = {
-    "resume",
-    "recipe.limit",
-    "recipe.trace",
-    "recipe.on_error",
-    "tracker",
-}  # a finished run may be taken further
+)  # fmt: skip
+# By which a run that goes on may differ from the one that was begun: a finished run may be taken further.
+MAY_DIFFER = {"resume", "recipe.limit", "recipe.trace", "recipe.on_error", "tracker"}
 
 
 class Run:
@@ -169,6 +157,11 @@ def write_json(file: Path, content: Any) -> None:
     partial = file.with_suffix(file.suffix + ".partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(file)
+
+
+def environment_of(model: Any, batch_size: int = 1) -> dict[str, Any]:
+    """Where and with what this model runs."""
+    return describe_environment(str(model.device), str(model.dtype).removeprefix("torch."), batch_size)
 
 
 def describe_environment(device: str, dtype: str, batch_size: int = 1) -> dict[str, Any]:

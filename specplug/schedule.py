@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from specplug.choices import Criterion
 from specplug.estimates import Acceptance, Costs, Yields
 from specplug.sureness import Judge, Sureness
 from specplug.tree import Dynamic, Shape, shape_of
@@ -52,7 +53,7 @@ class Schedule(Protocol):
         ...
 
 
-CRITERIA = ("probability", "entropy")
+CRITERIA = tuple(each.value for each in Criterion)
 
 
 class FixedSchedule:

@@ -1,6 +1,9 @@
-"""What one call is decoded with: the plugin's settings and the call's own, and schedules as a configuration names them."""
+"""What one call is decoded with: what transformers prepared, the plugin's settings and the call's own; schedules by configuration."""
 
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from specplug.config import Adaptive, Confidence, Config, Fixed
 from specplug.config import Tree as TreeConfig
@@ -10,6 +13,18 @@ from specplug.tree import Dynamic
 
 ENGINES = ("auto", "rounds", "lookahead", "plain")
 CALL_SETTINGS = ("gamma", "engine", "seed", "row_ids")
+
+
+class LoopInputs(NamedTuple):
+    """What transformers has prepared for its decoding loop, in the order in which the loop takes it."""
+
+    input_ids: Tensor  # (B, T)
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
 
 
 class Settings(NamedTuple):

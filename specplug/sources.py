@@ -124,9 +124,8 @@ def read_table(file: Path) -> Iterator[Record]:
             raise ConfigError(f"{file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{what}: {first_line(error)}; mend the file") from error
-        if len(head) and not isinstance(
-            head.index, pandas.RangeIndex
-        ):  # it would take the first cells for names of rows
+        # Where rows have more cells than the header, pandas takes their first cells for names of the rows.
+        if len(head) and not isinstance(head.index, pandas.RangeIndex):
             raise ConfigError(f"{what}: its first row has more cells than the header; mend the file")
         options["features"] = datasets.Features({name: datasets.Value("string") for name in head.columns})
     yield from streamed(

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def ratio(above: float, below: float) -> float | None:
-    return above / below if below else None
+def ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def number(value: float | None, digits: int = 2, unit: str = "", scale: float = 1) -> str:
+    """A figure as reports and tables write it; a dash where there is none."""
+    return "-" if value is None else f"{scale * value:.{digits}f}{unit}"
 
 
 @dataclass

@@ -136,9 +136,7 @@ def predictions(stats: Stats, costs: dict[str, Any]) -> tuple[float | None, floa
         return None, None
     measured, wide = costs.get("gamma"), costs["width_cost"]
     narrow = wide if not measured else costs["seconds_target_step"] / costs["seconds_plain_step"]
-    nodes = (stats.mean_gamma or 0.0) / (
-        stats.mean_depth or 1.0
-    )  # of a tree, for each one that is drafted behind another
+    nodes = (stats.mean_gamma or 0.0) / (stats.mean_depth or 1.0)  # drafted for each level of a tree; of a chain one
 
     def width_cost(depth: int) -> float:
         return float(narrow + (wide - narrow) * nodes * depth / (measured or 1))

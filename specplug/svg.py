@@ -8,6 +8,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from specplug.escape import in_html, one_line
@@ -85,6 +86,13 @@ def inline(plot: Plot) -> str:
     return svg
 
 
+def save(plot: Plot, folder: Path) -> str:
+    """Write it into `plots` of a run folder; returns the Markdown that shows it there."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    (folder / "plots" / f"{plot.name}.svg").write_text(standalone(plot), encoding="utf-8")
+    return f"![{plot.title}](plots/{plot.name}.svg)"
+
+
 def standalone(plot: Plot) -> str:
     """For a file: on a card of its own, dark for readers who like it dark, light where that is not understood."""
     rules = "".join(
@@ -113,9 +121,8 @@ def _body(plot: Plot) -> str:
         f'<desc id="{plot.name}-desc">{in_html(plot.caption)}</desc>'
     )
     labelled = f'role="img" aria-labelledby="{plot.name}-title" aria-describedby="{plot.name}-desc" '
-    return re.sub(
-        r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1
-    ).rstrip()  # a function, since a replacement's backslashes are read
+    # By a function, since backslashes in a replacement are read.
+    return re.sub(r"<svg ([^>]*)>", lambda found: f"<svg {labelled}{found[1]}>{name}", svg, count=1).rstrip()
 
 
 def name_rows(axes: Any, names: list[str], longest: int = 22) -> None:

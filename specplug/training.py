@@ -26,7 +26,8 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from specplug.config import ConfigError, Dataset, Training, first_line
+from specplug.config import ConfigError, Dataset, Prune, Training, first_line
+from specplug.console import console
 from specplug.data import Row, prompt_ids
 from specplug.models import random_model
 from specplug.tracker import Tracker
@@ -283,6 +284,25 @@ def fit(
             entry["step"]: [round(entry[f"eval_{key}"], 4) for key in ACCEPTANCE] for entry in held
         }
     return trainer.model, facts
+
+
+def save(
+    recipe: Training | Prune,
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    title: str,
+    facts: dict[str, Any],
+    environment: dict[str, Any],
+    front_matter: dict[str, Any] | None = None,
+) -> Path:
+    """Write the model and its card where the recipe says, or else into the run folder."""
+    output = Path(recipe.output) if recipe.output is not None else folder / "model"
+    facts = {"command": f"`{' '.join(environment['command'])}`", **facts}
+    card = model_card(title, facts, environment, front_matter)
+    write_model(output, model, tokenizer, card, getattr(torch, recipe.save_dtype.value))
+    console.print(f"model: {output}")
+    return output
 
 
 def write_model(

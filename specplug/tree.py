@@ -89,10 +89,6 @@ class Tree:
             self.depths.append(self.depths[parent] + 1)
             self.children[parent].append(node)
 
-    @classmethod
-    def chain(cls, length: int) -> "Tree":
-        return cls(range(length))
-
     @property
     def depth(self) -> int:
         return max(self.depths)
@@ -119,10 +115,6 @@ class Tree:
         for node, parent in enumerate(self.parents[1:], start=1):
             seen[node] |= seen[parent]
         return seen
-
-    def kept(self, num_drafts: int, depth: int) -> list[int]:
-        """The drafts among the first `num_drafts` that are no deeper than `depth`, by number."""
-        return [i for i in range(min(num_drafts, len(self.parents) - 1)) if self.depths[i + 1] <= depth]
 
     def only(self, drafts: Sequence[int]) -> "Tree":
         """With these drafts alone, in this order; with each its parent has to be there."""

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from specplug.cache import NAME, get_cache
 from specplug.config import first_line
+from specplug.drafters import members_of
 from specplug.tree import Tree, attention_mask
 
 SERVED = ("sdpa", "eager")  # kinds of attention that add the mask they are given
@@ -55,7 +56,7 @@ def why_chains(engine: str, num_rows: int, model: PreTrainedModel, cache: Any) -
 
 def check_drafter(drafter: Any) -> None:
     """Raises ValueError if the drafter cannot draft trees."""
-    for member in getattr(drafter, "members", [drafter]):
+    for member in members_of(drafter):
         if not getattr(member, "drafts_trees", False):
             raise ValueError(
                 f"tree: {member.name} drafts no trees; take a model of the same tokenizer, lookup or suffix, or leave the tree out"

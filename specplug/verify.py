@@ -16,9 +16,8 @@ from torch import Tensor
 
 class Verified(NamedTuple):
     num_accepted: Tensor  # (B,) how many draft tokens are kept, 0 to G
-    next_token: (
-        Tensor  # (B,) the recovered token, or the bonus token where num_accepted = G; -1: see sample_by_inversion
-    )
+    # (B,) the recovered token, or the bonus token where num_accepted = G; -1 where neither could be drawn, see `checked`
+    next_token: Tensor
 
 
 def verify_greedy(draft_tokens: Tensor, target_scores: Tensor, num_drafts: Tensor | None = None) -> Verified:
@@ -208,8 +207,9 @@ def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def sample_unread(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """What `sample` draws from the same random numbers, (B, V) -> (B,), without waiting for the device to look whether it can. A row with a
-    nan, or with nothing above 0, gets -1, see `checked`. So where nothing is drafted, texts are those of plain decoding."""
+    """The token ids that `sample` draws from the same random numbers, (B, V) -> (B,), without waiting for the device to check the
+    probabilities: a row with a nan, or with nothing above 0, gets -1, see `checked`. So where nothing is drafted, texts are those
+    of plain decoding."""
     tokens = race(probs, torch.empty_like(probs).exponential_(1, generator=generator))
     return torch.where(probs.gather(-1, tokens[:, None]).squeeze(1) > 0, tokens, -1)
 

@@ -19,15 +19,10 @@ class Odds(NamedTuple):
     """How things stand at a node when its next child is looked at."""
 
     weight: (
-        Tensor  # (), chance that the path down to the node is kept, if none of its further children is; 1 by recursion
+        Tensor  # (), chance that the path down to the node is kept if none of its further children is; 1 by recursion
     )
     target: Tensor  # (V,) distribution of the token behind the node, if the path is kept and no child so far is
     draft: Tensor  # (V,) that the next child was drawn from
-
-
-def odds(weight: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Odds:
-    """Before the first child. (V,) processed distributions behind the node; weight: ()."""
-    return Odds(weight, target_probs, draft_probs)
 
 
 def acceptance(at: Odds, token: int) -> Tensor:
@@ -81,7 +76,7 @@ def verify_recursive(tree: Drawn, coin: Callable[[Tensor], bool], draw: Callable
     node: int | None = 0
     while node is not None:
         target = tree.target(node)
-        at = odds(torch.ones((), dtype=target.dtype, device=target.device), target, target)
+        at = Odds(torch.ones((), dtype=target.dtype, device=target.device), target, target)
         kept: int | None = None
         for place, child in enumerate(tree.children[node]):
             at = at._replace(draft=tree.draft(node)) if place == 0 else at
@@ -107,7 +102,7 @@ def verify_traversal(tree: Drawn, coin: Callable[[Tensor], bool], draw: Callable
     def visit(node: int, weight: Tensor) -> list[Step] | None:
         """What is kept from this node on, or None."""
         target = tree.target(node)
-        at = odds(weight, target, target)
+        at = Odds(weight, target, target)
         for place, child in enumerate(tree.children[node]):
             at = at._replace(draft=tree.draft(node)) if place == 0 else at
             token = tree.token(child)

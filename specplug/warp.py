@@ -31,40 +31,18 @@ def _known(*names: str) -> frozenset[type]:
 
 # Shape a distribution whatever its tokens are called: they also serve a draft that numbers its tokens otherwise.
 NAMELESS = _known(
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-)
-POINTWISE = (
-    NAMELESS
-    | _known(
-        "SuppressTokensLogitsProcessor",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-    )
-    | {Only}
-)
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+    "EpsilonLogitsWarper", "EtaLogitsWarper",
+)  # fmt: skip
+_BY_NAME = _known("SuppressTokensLogitsProcessor", "LogitNormalization", "InfNanRemoveLogitsProcessor")
+POINTWISE = NAMELESS | _BY_NAME | {Only}
 # Pure functions of the prefix and the logits: safe on a draft's logits too, on prefixes that may yet be rejected.
 STATELESS = POINTWISE | _known(
-    "RepetitionPenaltyLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor",
-)
-
-
+    "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor",
+)  # fmt: skip
 # Depends on which tokens the prefix holds, not on their number or order: prefixes of different lengths make one batch.
 SET_BASED = _known("RepetitionPenaltyLogitsProcessor")
 # Holds the encoder's or the prompt's ids for the whole batch, so it cannot be asked about one sequence of several.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from specplug import bench, growth_bench, verify
 from specplug.cache import get_cache
-from specplug.config import Adaptive, Bench, Config, Fixed
+from specplug.config import Adaptive, Bench, Config, Fixed, choice
 from specplug.launches import Counts, count
 from specplug.measure import Sides, synchronize, timed_batch
+from specplug.models import context_length
 from specplug.plugin import models_of
 from specplug.schedule import AdaptiveSchedule, FixedSchedule, Schedule
 
@@ -57,9 +58,8 @@ def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
     assert isinstance(recipe, Bench)
     plugin, model = sides.plugin, sides.model
     ways = {bench.PLAIN: Way(sides, None, {})}
-    if (
-        sides.assisted is not None and recipe.synthetic_alpha is None
-    ):  # theirs would accept what random weights agree on
+    # With a synthetic alpha theirs would accept what random weights agree on.
+    if sides.assisted is not None and recipe.synthetic_alpha is None:
         ways[bench.ASSISTED] = Way(sides, None, sides.assisted)
     if model.device.type == "cuda" and recipe.batch_size == 1:  # generate compiles where it finds one
         ways[bench.STATIC] = Way(sides, None, {"cache_implementation": "static"})
@@ -69,7 +69,7 @@ def ways_of(config: Config, sides: Sides) -> dict[str, Way]:
         return ways | {bench.ADAPTIVE: Way(sides, plugin.schedule, {})}
     ways[bench.ADAPTIVE] = Way(sides, AdaptiveSchedule(), {})
     if not isinstance(config.schedule, Fixed):  # which is one of the gammas
-        ways[type(config.schedule).__name__.lower()] = Way(sides, plugin.schedule, {})
+        ways[choice(config.schedule)] = Way(sides, plugin.schedule, {})
     return ways
 
 
@@ -168,7 +168,7 @@ def at_point(recipe: Bench, sides: Sides, prompts: list[Tensor], axis: str, poin
         batch = [resized(ids, point) for ids in batch]
     longest = max(ids.shape[1] for ids in batch) + new
     for model in (sides.model, *models_of(plugin.drafter)):
-        room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        room = context_length(model)
         if room is not None and longest > room:
             whose = "target" if model is sides.model else "draft"
             return f"prompts with {new} new tokens come to {longest}, and the {whose} has {room} positions"

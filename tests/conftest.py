@@ -1,6 +1,7 @@
 """Tiny random models and the embedded pair. Nothing here needs a network."""
 
 import copy
+import functools
 import os
 import shutil
 
@@ -93,6 +94,15 @@ def llama_draft(llama) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
+def six_tokens() -> PreTrainedModel:
+    """A target of so few tokens that the law of its texts can be written down, see laws.py; texts do not end early."""
+    model = make_model(vocab_size=6, seed=3)
+    model.generation_config.eos_token_id = None
+    model.generation_config.top_k = 0
+    return model
+
+
+@pytest.fixture(scope="session")
 def tiny_pipeline():
     """The embedded target as a pipeline, and the embedded draft."""
     from transformers import TextGenerationPipeline
@@ -103,6 +113,16 @@ def tiny_pipeline():
     config = specplug.load("pair=tiny")
     model, tokenizer = load_target(config.target)
     return TextGenerationPipeline(model=model, tokenizer=tokenizer), load_model(config.draft, "draft")
+
+
+@pytest.fixture
+def quick_reports(monkeypatch):
+    """Evaluations without plots, and with few timed rounds: these take most of a short run's time."""
+    from specplug import plots, round_costs
+    from specplug.recipes import evaluate
+
+    monkeypatch.setattr(plots, "of_run", lambda *_: [])
+    monkeypatch.setattr(evaluate, "measure_rounds", functools.partial(round_costs.measure_rounds, repeats=1))
 
 
 BROWSER = next(
@@ -142,6 +162,17 @@ def show(browser, width: int, scheme: str = "light") -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
+
+
+# For scripts in a page: the contrast of two colours (WCAG 2, relative luminance), the colour behind an element, what is found.
+CONTRAST = """
+const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const ground = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } };
+const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((m, n) => n - m); return (x + 0.05) / (y + 0.05); };
+const out = { background: getComputedStyle(document.body).backgroundColor, text: {}, shapes: {} };
+"""
 
 
 @pytest.fixture(scope="session")

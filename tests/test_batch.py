@@ -3,9 +3,9 @@
 import pytest
 import torch
 from conftest import EOS, PAD, noisy_copy, prompt
+from laws import SETTINGS, TOKENS, V, arguments, exact_law, pvalue
 from scipy.stats import chisquare
 from test_exact_greedy import MODELS, PROCESSORS, pair
-from test_exact_sampling import SETTINGS, TOKENS, V, arguments, exact_law, pvalue, target  # noqa: F401
 from transformers import DynamicCache, GenerationMixin
 
 import specplug
@@ -147,43 +147,43 @@ class DrawnInSomeRows(ModelDrafter):
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_rows_with_drafts_that_were_drawn_and_others_have_the_law(target, rule):  # noqa: F811
-    law = exact_law(target, {})
+def test_rows_with_drafts_that_were_drawn_and_others_have_the_law(six_tokens, rule):
+    law = exact_law(six_tokens, {})
     ids, counts = torch.tensor([[3, 4, 5, 3, 4]]).repeat(3, 1), torch.zeros(V**TOKENS, dtype=torch.float64)
     torch.manual_seed(0)
-    draft = DrawnInSomeRows(noisy_copy(target, scale=0.1))
-    with specplug.attach(target, draft, gamma=2, engine="rounds", verify=rule):
+    draft = DrawnInSomeRows(noisy_copy(six_tokens, scale=0.1))
+    with specplug.attach(six_tokens, draft, gamma=2, engine="rounds", verify=rule):
         for _ in range(500):
-            for row in target.generate(ids, **arguments({}))[:, -TOKENS:].tolist():
+            for row in six_tokens.generate(ids, **arguments({}))[:, -TOKENS:].tolist():
                 counts[(row[0] * V + row[1]) * V + row[2]] += 1
     assert pvalue(counts, law) > 1e-6
 
 
 @pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k", "repetition penalty"])
-def test_sampled_rows_have_the_law_of_the_target(target, settings):  # noqa: F811
-    """Three answers a call to a prompt with padding before it; false alarms as in test_exact_sampling."""
-    law = exact_law(target, SETTINGS[settings])
+def test_sampled_rows_have_the_law_of_the_target(six_tokens, settings):
+    """1,500 texts, ten answers a call; false alarms as in test_exact_sampling."""
+    law = exact_law(six_tokens, SETTINGS[settings])
     torch.manual_seed(1)
     counts = torch.zeros(V**TOKENS, dtype=torch.float64)
-    with specplug.attach(target, noisy_copy(target, scale=0.1), gamma=2, engine="rounds") as plugin:
-        for _ in range(500):
+    with specplug.attach(six_tokens, noisy_copy(six_tokens, scale=0.1), gamma=2, engine="rounds") as plugin:
+        for _ in range(150):
             text = torch.tensor([[3, 4, 5, 3, 4]])
-            for a, b, c in target.generate(text, num_return_sequences=3, **arguments(SETTINGS[settings]))[:, -TOKENS:]:
+            texts = six_tokens.generate(text, num_return_sequences=10, **arguments(SETTINGS[settings]))
+            for a, b, c in texts[:, -TOKENS:]:
                 counts[(a * V + b) * V + c] += 1
     assert 0.02 < plugin.stats.alpha < 1
     assert pvalue(counts, law) > 1e-6
 
 
-def test_rows_are_independent_of_each_other(target):  # noqa: F811
-    """Two answers of one call: their first tokens' joint counts are the product of the margins (chi-square, 1e-6)."""
+def test_rows_are_independent_of_each_other(six_tokens):
+    """800 pairs of answers of one call: their last tokens' joint counts are the product of the margins (chi-square, 1e-6)."""
     torch.manual_seed(2)
     joint = torch.zeros(V, V, dtype=torch.float64)
-    with specplug.attach(target, noisy_copy(target, scale=0.1), gamma=2, engine="rounds"):
-        for _ in range(800):
-            a, b = target.generate(torch.tensor([[3, 4, 5]]), num_return_sequences=2, do_sample=True, max_new_tokens=2)[
-                :, -1
-            ]
-            joint[a, b] += 1
+    with specplug.attach(six_tokens, noisy_copy(six_tokens, scale=0.1), gamma=2, engine="rounds"):
+        for _ in range(160):
+            call = dict(num_return_sequences=10, do_sample=True, max_new_tokens=2)
+            for a, b in six_tokens.generate(torch.tensor([[3, 4, 5]]), **call)[:, -1].view(5, 2):
+                joint[a, b] += 1
     expected = joint.sum(1, keepdim=True) * joint.sum(0) / joint.sum()
     enough = expected > 5
     seen = torch.cat([joint[enough], joint[~enough].sum()[None]])

@@ -24,6 +24,7 @@ from transformers.models.llama import modeling_llama
 import specplug
 from specplug import capture, kernel
 from specplug.cache import NAME, prepare_for_crop
+from specplug.recording import Recording, trace
 
 
 @pytest.fixture(autouse=True)
@@ -234,8 +235,8 @@ def test_ctrl_c_inside_a_replay_is_ctrl_c(error, monkeypatch):
     def product(x, weight):
         return torch.ops.specplug.few_rows(x, weight, None)
 
-    x, weight, recording = torch.randn(1, 64), torch.randn(64, 64), capture.Recording()
-    recording.replay = capture.trace(product, [x, weight], [torch.randn(2, 64), weight])
+    x, weight, recording = torch.randn(1, 64), torch.randn(64, 64), Recording()
+    recording.replay = trace(product, [x, weight], [torch.randn(2, 64), weight])
     before = recording.run([x], [weight])
 
     def interrupted(*_):
@@ -252,7 +253,7 @@ def test_ctrl_c_inside_a_replay_is_ctrl_c(error, monkeypatch):
 
 def test_what_one_thread_refuses_no_other_uses():
     one, other = torch.zeros(2), torch.ones(2)
-    recording = capture.Recording()
+    recording = Recording()
     recording.replay = lambda *inputs: [one]
     recording.check(1, [one], [one])
     assert recording.ready

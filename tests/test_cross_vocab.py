@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from conftest import letters, make_model, noisy_copy, prompt
-from test_exact_sampling import SETTINGS, V, exact_law, pvalue, sampled_counts
+from laws import SETTINGS, V, exact_law, pvalue, sampled_counts
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -157,11 +157,8 @@ TARGET_LETTERS, DRAFT_LETTERS = "abcdef", "xcaydbe"
 
 
 @pytest.fixture(scope="module")
-def lettered():
-    target = make_model(vocab_size=V, seed=3)
-    target.generation_config.eos_token_id = None
-    target.generation_config.top_k = 0
-    return target, make_model(vocab_size=len(DRAFT_LETTERS), seed=7)
+def lettered(six_tokens):
+    return six_tokens, make_model(vocab_size=len(DRAFT_LETTERS), seed=7)
 
 
 def drafter_of(lettered, method, kind=CrossVocabDrafter):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import show
+from conftest import CONTRAST, show
 from test_verify_block import mean_accepted
 
 from specplug import theory, verify
@@ -472,13 +472,9 @@ def test_width_of_a_phone(page):
     assert overflow() == []
 
 
-CONTRAST = """
-const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-const ground = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } };
-const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((m, n) => n - m); return (x + 0.05) / (y + 0.05); };
-const out = { background: getComputedStyle(document.body).backgroundColor, text: {}, shapes: {} };
+CONTRASTS = (
+    CONTRAST
+    + """
 for (const e of document.querySelectorAll('body *')) {
   if (![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) || ['SCRIPT', 'NOSCRIPT'].includes(e.tagName) || e.disabled) continue;
   const style = getComputedStyle(e), colour = parse(e.closest('svg') ? style.fill : style.color);
@@ -487,6 +483,7 @@ for (const e of document.querySelectorAll('body *')) {
 for (const e of document.querySelectorAll('rect, circle')) out.shapes[e.className.baseVal] = contrast(parse(getComputedStyle(e).fill), ground(e));
 return out;
 """
+)
 
 
 def test_light_and_dark(page):
@@ -499,7 +496,7 @@ def test_light_and_dark(page):
         for state in ("results", "broken input"):
             if state == "broken input":
                 enter(page, p=[1, 1, 1, 1], gamma="x")
-            found = page.execute_script(CONTRAST)
+            found = page.execute_script(CONTRASTS)
             grounds.add(found["background"])
             assert {name: ratio for name, ratio in found["text"].items() if ratio < 4.5} == {}
             assert {name: ratio for name, ratio in found["shapes"].items() if ratio < 3} == {}

@@ -57,8 +57,6 @@ def test_cold_calls_know_nothing_of_each_other_and_warm_ones_do():
         drafter = SuffixDrafter(warm=warm)
         tokens(drafter, first)
         assert tokens(drafter, second) == expected
-        drafter.forget()
-        assert tokens(drafter, second) == []
 
 
 def test_memory_is_bounded():

@@ -12,6 +12,7 @@ from specplug.cli import run_recipe
 # On a machine that is busy an adaptive schedule may find that nothing pays, and draft nothing.
 DRAFTS = ("schedule=fixed", "schedule.gamma=4")
 QUICK = ("recipe.limit=4", "recipe.bootstrap=50", "recipe.warmup=0", "sampling.max_new_tokens=40")
+quick_reports = pytest.mark.usefixtures("quick_reports")
 
 
 def run(capsys, folder, *overrides):
@@ -55,12 +56,14 @@ def test_evaluate(tmp_path, capsys):
         assert len(trace["rounds"]) - 1 == trace["stats"]["num_rounds"]
 
 
+@quick_reports
 def test_evaluate_sampled(tmp_path, capsys):
     code, summary = run(capsys, tmp_path, *QUICK, "sampling.temperature=0.7", "recipe.compare_assisted=false")
     assert code == 0 and summary["exactness"]["not_compared"] == 4 and summary["alpha"] > 0
     assert summary["speedup_vs_assisted"] is None
 
 
+@quick_reports
 @pytest.mark.parametrize(
     "overrides", [("pair=lookup", "threads=1"), ("sampling.repetition_penalty=1.2",), ("engine=plain",)]
 )
@@ -70,6 +73,7 @@ def test_evaluate_other_ways(tmp_path, capsys, overrides):
     assert (summary["alpha"] is None) == (overrides == ("engine=plain",))
 
 
+@quick_reports
 def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
     from specplug.runs import Run
 
@@ -96,6 +100,7 @@ def test_interrupted_and_resumed(tmp_path, capsys, monkeypatch):
         assert summary[key] == whole[key]
 
 
+@quick_reports
 def test_more_can_be_traced_later_and_nothing_is_traced_when_off(tmp_path, capsys):
     def traced():
         return [json.loads(line)["id"] for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
@@ -116,6 +121,7 @@ def test_traces_are_spread_over_the_categories():
     assert one_of_each(["a", "a", "a", "b", "c", "b"]) == [0, 3, 4, 1, 5, 2]
 
 
+@quick_reports
 def test_a_mismatch_ends_with_exit_code_1_and_names_the_prompts(tmp_path, capsys, monkeypatch):
     import specplug.round
 
@@ -167,6 +173,7 @@ def test_wrong_input_is_one_line(tmp_path, name):
     assert answer in str(caught.value) and "\n" not in str(caught.value)
 
 
+@quick_reports
 def test_quantized_copy_of_the_target_as_draft(tmp_path, capsys):
     """bitsandbytes on this device; a head and embeddings that stay in fp32."""
     for method in ("nf4", "int8"):
@@ -212,33 +219,26 @@ def test_a_sweep_draws_curves_and_goes_on(tmp_path):
     import sys
 
     def sweep(gammas):
-        command = [
-            sys.executable,
-            "-m",
-            "specplug.cli",
-            "-m",
-            "recipe=sweep",
-            "schedule=fixed",
-            f"schedule.gamma={gammas}",
-        ]
+        command = [sys.executable, "-m", "specplug.cli", "-m", "recipe=sweep", "schedule=fixed"]
+        command += [f"schedule.gamma={gammas}", f"hydra.sweep.dir={tmp_path / 'sweep'}", "recipe.bootstrap=0"]
         command += ["recipe.limit=2", "recipe.warmup=0", "recipe.trace=0", "recipe.compare_assisted=false"]
-        command += ["sampling.max_new_tokens=16", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-        return subprocess.run(command, check=True, capture_output=True, text=True)
+        return subprocess.run([*command, "sampling.max_new_tokens=16"], check=True, capture_output=True, text=True)
 
-    sweep("0,2")
-    samples = (tmp_path / "sweep" / "1" / "samples.jsonl").read_text()
-    sweep("0,2,4")
-    assert (tmp_path / "sweep" / "1" / "samples.jsonl").read_text() == samples, "measured again"
+    sweep("0")
+    samples = (tmp_path / "sweep" / "0" / "samples.jsonl").read_text()
+    sweep("0,4")
+    assert (tmp_path / "sweep" / "0" / "samples.jsonl").read_text() == samples, "measured again"
     points = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
-    assert [each["gamma"] for each in points] == [0, 2, 4]
+    assert [each["gamma"] for each in points] == [0, 4]
     assert [each["mean_gamma"] for each in points] == sorted(each["mean_gamma"] for each in points)
     assert all(each["mismatches"] == 0 and each["speedup"] > 0 for each in points)
-    assert points[0]["predicted"] is None and points[2]["predicted"] > 1
+    assert points[0]["predicted"] is None and points[1]["predicted"] > 1
     assert "sweep.svg" in (tmp_path / "sweep" / "sweep.md").read_text()
     svg = (tmp_path / "sweep" / "sweep.svg").read_text()
     assert "times plain decoding" in svg and "asset:tiny/draft" in svg
 
 
+@quick_reports
 def test_later_turns_stand_behind_the_targets_own_answers(tmp_path, capsys):
     from specplug.config import Dataset
     from specplug.data import Row, load_rows
@@ -270,6 +270,7 @@ def test_later_turns_stand_behind_the_targets_own_answers(tmp_path, capsys):
     assert text.index(turns[0][0]) < text.index(history[0][1]) < text.index(turns[0][1]) < text.index(turns[0][2])
 
 
+@quick_reports
 def test_a_conversation_that_becomes_too_long_is_left_out(tmp_path, capsys, caplog):
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"turns": ["Who is Mia?", "word " * 600, "Again?"]}) + "\n")
@@ -281,6 +282,7 @@ def test_a_conversation_that_becomes_too_long_is_left_out(tmp_path, capsys, capl
     assert "context of 512" in summary["errors"][0]["reason"] and "turn before" in summary["errors"][1]["reason"]
 
 
+@quick_reports
 def test_a_report_counts_the_members_of_a_chain(tmp_path, capsys):
     arguments = ("recipe.limit=2", "recipe.warmup=1", "recipe.compare_assisted=false", "draft.before=suffix")
     fixed = ("schedule=fixed", "schedule.gamma=3", "sampling.max_new_tokens=48", "recipe.trace=0")

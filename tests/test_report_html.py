@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from conftest import show
+from conftest import CONTRAST, show
 
 from specplug import escape, page
 from specplug.report import write_reports
@@ -265,13 +265,9 @@ def test_width_of_a_phone(report, small_run):
     assert overflow(report) != []
 
 
-CONTRAST = """
-const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-const ground = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; } };
-const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((m, n) => n - m); return (x + 0.05) / (y + 0.05); };
-const out = { background: getComputedStyle(document.body).backgroundColor, text: {}, shapes: {} };
+CONTRASTS = (
+    CONTRAST
+    + """
 for (const e of document.querySelectorAll('body *')) {
   if (![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()) || e.closest('script, title, desc, noscript')) continue;
   const style = getComputedStyle(e), colour = parse(e.closest('svg') ? style.fill : style.color);
@@ -283,6 +279,7 @@ for (const e of document.querySelectorAll('.keys .token'))
   out.shapes[e.className] = contrast(parse(getComputedStyle(e).textDecorationColor), ground(e.parentElement));
 return out;
 """
+)
 
 
 def test_light_and_dark(report, small_run):
@@ -291,7 +288,7 @@ def test_light_and_dark(report, small_run):
     for scheme in ("light", "dark"):
         open_page(report, small_run / "report.html", scheme=scheme)
         report.execute_script("document.querySelector('details').open = true")
-        found = report.execute_script(CONTRAST)
+        found = report.execute_script(CONTRASTS)
         grounds.add(found["background"])
         assert {name: ratio for name, ratio in found["text"].items() if ratio < 4.5} == {}
         assert {name: ratio for name, ratio in found["shapes"].items() if ratio < 3} == {}

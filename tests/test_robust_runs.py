@@ -15,7 +15,7 @@ import specplug
 from specplug import measure
 from specplug.cli import run_recipe
 from specplug.config import ConfigError
-from specplug.measure import until_end
+from specplug.data import until_end
 from specplug.rates import by_length
 from specplug.runs import each_sample
 
@@ -30,12 +30,7 @@ QUICK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    """They take most of such a short run's time."""
-    from specplug import plots
-
-    monkeypatch.setattr(plots, "of_run", lambda *_: [])
+pytestmark = pytest.mark.usefixtures("quick_reports")
 
 
 def run(capsys, folder, *overrides):

@@ -1,4 +1,4 @@
-"""Costs of passes are taken from rounds that are acted: drafts, then the target, each as wide as rounds have them."""
+"""Costs of passes are taken from simulated rounds: drafts, then the target, each as wide as rounds have them."""
 
 import pytest
 from conftest import make_model, noisy_copy, prompt
@@ -35,8 +35,8 @@ def test_passes_come_as_in_rounds(llama, llama_draft, gamma, monkeypatch):
 
         monkeypatch.setattr(model, "forward", noted)
     measure_rounds(llama, ModelDrafter(llama_draft), prompt(20), [gamma], graph="off", repeats=1)
-    acted = [("draft", 1)] * min(gamma, MOST_DRAFTS) + [("target", gamma + 1)]
-    assert seen[-2 * len(acted) :] == 2 * acted
+    simulated = [("draft", 1)] * min(gamma, MOST_DRAFTS) + [("target", gamma + 1)]
+    assert seen[-2 * len(simulated) :] == 2 * simulated
     assert [each for each in seen if each == ("target", 20)] and ("target", 1) in seen
 
 

@@ -88,7 +88,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         "runs.Run.append = full\n"
         "cli.main()\n"
     )
-    command = [sys.executable, "-c", code, "recipe.limit=1", "recipe.warmup=0", "sampling.max_new_tokens=8"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "recipe.limit=1",
+        "recipe.warmup=0",
+        "sampling.max_new_tokens=8",
+        "draft=lookup",
+    ]
     done = subprocess.run([*command, f"hydra.run.dir={tmp_path / 'run'}"], check=False, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"No space left on device; make room, then go on with: specplug resume={tmp_path / 'run'}" in done.stderr

@@ -4,11 +4,10 @@ import numpy
 import pytest
 import torch
 from conftest import PAD, make_model, noisy_copy, prompt
+from laws import PROMPT, SETTINGS, TOKENS, V, exact_law, pvalue
+from laws import arguments as law_arguments
 from scipy.stats import chi2_contingency, kstest
 from test_batch import padded
-from test_exact_sampling import PROMPT, SETTINGS, TOKENS, V, exact_law, pvalue
-from test_exact_sampling import arguments as law_arguments
-from test_exact_sampling import target as small_target
 from test_replay import Counting
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -18,7 +17,6 @@ from specplug.drafters.early_exit import EarlyExitDrafter
 from specplug.noise import exponentials
 from specplug.schedule import AdaptiveSchedule, ConfidenceSchedule, FixedSchedule
 
-tiny_vocabulary = small_target  # the fixture of test_exact_sampling
 SAMPLED = {"do_sample": True, "max_new_tokens": 30, "temperature": 1.2, "eos_token_id": [2, 9, 17]}
 
 
@@ -115,11 +113,11 @@ def test_scores_come_with_it_in_rounds(target, draft):
 
 
 def counted(target, draft, settings):
-    """Counts of three tokens over 500 seeds with three sequences each."""
+    """Counts of three tokens over 150 seeds with ten sequences each."""
     counts = torch.zeros(V**TOKENS, dtype=torch.float64)
     with specplug.attach(target, draft, gamma=2, engine="rounds") as plugin:
-        for seed in range(500):
-            call = {**law_arguments(SETTINGS[settings]), "num_return_sequences": 3, "specplug": {"seed": seed}}
+        for seed in range(150):
+            call = {**law_arguments(SETTINGS[settings]), "num_return_sequences": 10, "specplug": {"seed": seed}}
             for a, b, c in target.generate(PROMPT, **call)[:, -TOKENS:].tolist():
                 counts[(a * V + b) * V + c] += 1
     assert 0.1 < plugin.stats.alpha < 1
@@ -127,10 +125,10 @@ def counted(target, draft, settings):
 
 
 @pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k", "repetition penalty"])
-def test_over_seeds_the_law_is_the_targets(tiny_vocabulary, settings):
+def test_over_seeds_the_law_is_the_targets(six_tokens, settings):
     """1,500 texts against the law by enumeration; chi-square, false alarm 1e-6 each."""
-    law = exact_law(tiny_vocabulary, SETTINGS[settings])
-    assert pvalue(counted(tiny_vocabulary, noisy_copy(tiny_vocabulary, scale=0.1), settings), law) > 1e-6
+    law = exact_law(six_tokens, SETTINGS[settings])
+    assert pvalue(counted(six_tokens, noisy_copy(six_tokens, scale=0.1), settings), law) > 1e-6
 
 
 BROKEN = {
@@ -141,10 +139,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_wrong_noise_is_caught_by_the_law(tiny_vocabulary, broken, monkeypatch):
-    law = exact_law(tiny_vocabulary, {})
+def test_wrong_noise_is_caught_by_the_law(six_tokens, broken, monkeypatch):
+    law = exact_law(six_tokens, {})
     monkeypatch.setattr(noise, "exponentials", BROKEN[broken])
-    assert pvalue(counted(tiny_vocabulary, noisy_copy(tiny_vocabulary, scale=0.1), "plain"), law) < 1e-6
+    assert pvalue(counted(six_tokens, noisy_copy(six_tokens, scale=0.1), "plain"), law) < 1e-6
 
 
 NEIGHBOURS = {"seeds": (1, 0, 0), "rows": (0, 1, 0), "positions": (0, 0, 1), "a seed and a row": (1, -1, 0)}

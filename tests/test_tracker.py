@@ -20,11 +20,7 @@ QUICK = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch):
-    from specplug import plots
-
-    monkeypatch.setattr(plots, "of_run", lambda *_: [])
+pytestmark = pytest.mark.usefixtures("quick_reports")
 
 
 def scalars(folder):

@@ -26,23 +26,24 @@ def contexts(seed: int) -> dict[tuple[int, ...], tuple[torch.Tensor, torch.Tenso
     return made
 
 
+def complete(p_and_q, law: dict[tuple[int, ...], float], text: tuple[int, ...], weight: float) -> None:
+    """Tokens that a round leaves open come from p, as later rounds draw them if the rule is right for shorter texts."""
+    if len(text) == GAMMA + 1:
+        law[text] = law.get(text, 0.0) + weight
+        return
+    for token, probability in enumerate(p_and_q[text][0].tolist()):
+        if probability:
+            complete(p_and_q, law, (*text, token), weight * probability)
+
+
 def law_of_round(p_and_q, acceptance=None, residual=None, drawn_from=None) -> dict[tuple[int, ...], float]:
     """Exact law of the first GAMMA + 1 tokens when a text is made by rounds of the token rule.
 
-    Every draft sequence is weighed by its probability and every coin by its chance; nothing is sampled. Tokens that one
-    round leaves open are filled from p, which is what later rounds do if the rule is right for shorter texts.
+    Every draft sequence is weighed by its probability and every coin by its chance; nothing is sampled.
     """
     acceptance = acceptance or verify.token_acceptance
     residual = residual or verify.residual
     law: dict[tuple[int, ...], float] = {}
-
-    def add(text: tuple[int, ...], weight: float) -> None:
-        if len(text) == GAMMA + 1:
-            law[text] = law.get(text, 0.0) + weight
-            return
-        for token, probability in enumerate(p_and_q[text][0].tolist()):
-            if probability:
-                add((*text, token), weight * probability)
 
     for drafts in itertools.product(range(V), repeat=GAMMA):
         prefixes = [drafts[:i] for i in range(GAMMA)]
@@ -59,9 +60,9 @@ def law_of_round(p_and_q, acceptance=None, residual=None, drawn_from=None) -> di
             for token in range(V):
                 chance = weight * (1 - keep[i]) * recovered[i, token].item()
                 if chance:
-                    add((*drafts[:i], token), chance)
+                    complete(p_and_q, law, (*drafts[:i], token), chance)
             weight *= keep[i]
-        add(drafts, weight)
+        complete(p_and_q, law, drafts, weight)
     return law
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from test_verify import GAMMA, V, contexts, error_against_target
+from test_verify import GAMMA, V, complete, contexts, error_against_target
 
 from specplug import verify
 
@@ -16,14 +16,6 @@ def law_of_block(p_and_q, acceptance=None, first_failure=False, residual_weight=
     """Exact law of the first GAMMA + 1 tokens; nothing is sampled. Open tokens are filled from p."""
     acceptance = acceptance or verify.block_acceptance
     law: dict[tuple[int, ...], float] = {}
-
-    def add(text, weight):
-        if len(text) == GAMMA + 1:
-            law[text] = law.get(text, 0.0) + weight
-            return
-        for token, probability in enumerate(p_and_q[text][0].tolist()):
-            if probability:
-                add((*text, token), weight * probability)
 
     mean_kept = 0.0
     for drafts in itertools.product(range(V), repeat=GAMMA):
@@ -48,14 +40,14 @@ def law_of_block(p_and_q, acceptance=None, first_failure=False, residual_weight=
         for k, share in shares.items():
             mean_kept += k * share
             if k == GAMMA:
-                add(drafts, share)
+                complete(p_and_q, law, drafts, share)
                 continue
             scale = weight[k] if residual_weight else 1.0
             left = (scale * target_probs[0, k] - draft_probs[0, k]).clamp(min=0)
             recovered = left / left.sum() if left.sum() > 0 else target_probs[0, k]
             for token, probability in enumerate(recovered.tolist()):
                 if share * probability:
-                    add((*drafts[:k], token), share * probability)
+                    complete(p_and_q, law, (*drafts[:k], token), share * probability)
     return law, mean_kept
 
 

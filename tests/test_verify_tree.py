@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_verify import V, contexts, error_against_target
+from test_verify import GAMMA, V, complete, contexts, error_against_target
 
 from specplug import tree as trees
 from specplug import verify, verify_tree
@@ -14,7 +14,7 @@ from specplug.tree import Tree
 from specplug.verify import Step, verify_walk
 from specplug.verify_tree import Drawn, Odds, acceptance, rejected, verify_recursive, verify_traversal
 
-LENGTH = 4  # of the texts that laws are about: GAMMA + 1 of test_verify
+LENGTH = GAMMA + 1  # of the texts that laws are about
 
 
 class Undecided(Exception):
@@ -31,16 +31,6 @@ class Written:
         if not self.left:
             raise Undecided([float(each) for each in chances])
         return self.left.pop(0)
-
-
-def complete(p_and_q, law, text, weight, fill=0):
-    """Tokens that a round leaves open come from p, as later rounds draw them if the rule is right."""
-    if len(text) == LENGTH:
-        law[text] = law.get(text, 0.0) + weight
-        return
-    for token, chance in enumerate(p_and_q[text][fill].tolist()):
-        if chance:
-            complete(p_and_q, law, (*text, token), weight * chance)
 
 
 def law_of(p_and_q, make, rule, replacement=False):
@@ -304,7 +294,7 @@ def test_traversal_of_a_chain_is_the_block_rule(seed):
             last.append(probs)
             return 0
 
-        chain = Drawn(Tree.chain(3).children, lambda node: int(tokens[0, node - 1]), p.__getitem__, q.__getitem__)
+        chain = Drawn(Tree([0, 1, 2]).children, lambda node: int(tokens[0, node - 1]), p.__getitem__, q.__getitem__)
         steps = verify_traversal(chain, coin, draw)
         assert len(steps) == kept + 1
         assert asked == pytest.approx(chance.flip(0)[: len(asked)].tolist(), abs=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_verify import GAMMA, V, contexts, error_against_target
+from test_verify import GAMMA, V, complete, contexts, error_against_target
 
 from specplug import verify
 from specplug.verify import Step, chain, verify_walk
@@ -49,14 +49,6 @@ def law_of_walk(p_and_q, coupling, rule=verify_walk):
     """
     law: dict[tuple[int, ...], float] = {}
 
-    def add(text, weight):
-        if len(text) == GAMMA + 1:
-            law[text] = law.get(text, 0.0) + weight
-            return
-        for token, probability in enumerate(p_and_q[text][0].tolist()):
-            if probability:
-                add((*text, token), weight * probability)
-
     def chances(drafts, node):
         """Of each token, for a draw at this node."""
         p, q = p_and_q[drafts[:node]]
@@ -80,7 +72,7 @@ def law_of_walk(p_and_q, coupling, rule=verify_walk):
                 if chance:
                     explore(drafts, (*written, token), weight * chance)
         else:
-            add(text, weight)
+            complete(p_and_q, law, text, weight)
 
     for drafts in itertools.product(range(V), repeat=GAMMA):
         drawn = 1.0

@@ -110,6 +110,18 @@ class Session(Protocol):
         ...
 
 
+class TextSession:
+    """A session that drafts from the text alone: it makes no forward pass, and need not be told what was kept."""
+
+    num_steps, seconds_forward = 0, 0.0
+
+    def observe(self, num_accepted: int) -> None:
+        pass
+
+    def observe_path(self, nodes: list[int]) -> None:
+        pass
+
+
 class TreeSession(Session, Protocol):
     """What the session of a drafter with `drafts_trees = True` can do as well, where the request says `tree`."""
 
@@ -128,6 +140,12 @@ class Drafter(Protocol):
     costs_nothing: bool  # proposals need no forward pass, so more may be asked for than is used
 
     def start(self, request: Request) -> Session: ...
+
+
+def members_of(drafter: Any) -> list[Any]:
+    """The drafters of a chain, or the one that it is."""
+    members: list[Any] = getattr(drafter, "members", [drafter])
+    return members
 
 
 class RowProposals(NamedTuple):
@@ -167,11 +185,11 @@ class RowSession(Protocol):
         ...
 
 
-class RowByRow:
-    """A session of its own for each sequence: right for drafters that cost no forward pass."""
+class OfSessions:
+    """A session that is made of others, and counts what they count."""
 
-    def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
-        self.sessions = [drafter.start(replace(request, row=b, alone=num_rows == 1)) for b in range(num_rows)]
+    def __init__(self, *sessions: Any) -> None:
+        self.sessions = sessions
 
     @property
     def num_steps(self) -> int:
@@ -180,6 +198,13 @@ class RowByRow:
     @property
     def seconds_forward(self) -> float:
         return sum(session.seconds_forward for session in self.sessions)
+
+
+class RowByRow(OfSessions):
+    """A session of its own for each sequence: right for drafters that cost no forward pass."""
+
+    def __init__(self, drafter: Drafter, request: Request, num_rows: int) -> None:
+        super().__init__(*(drafter.start(replace(request, row=b, alone=num_rows == 1)) for b in range(num_rows)))
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         proposals = {b: self.sessions[b].propose(texts[b], gamma) for b in active}
@@ -203,19 +228,12 @@ class RowByRow:
         self.sessions[row].observe(num_accepted)
 
 
-class OneRow:
+class OneRow(OfSessions):
     """A session for one sequence, of one for several."""
 
     def __init__(self, rows: RowSession) -> None:
+        super().__init__(rows)
         self.rows = rows
-
-    @property
-    def num_steps(self) -> int:
-        return self.rows.num_steps
-
-    @property
-    def seconds_forward(self) -> float:
-        return self.rows.seconds_forward
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         drafts = self.rows.propose([ids], gamma, [0])
@@ -240,8 +258,8 @@ def start_rows(drafter: Drafter, request: Request, num_rows: int) -> RowSession:
 
 
 class Safely:
-    """Asks for proposals and counts the time. A draft that raises is done without from then on: the text so far is right,
-    and it goes on plainly."""
+    """Asks for proposals and counts the time. Once a draft has raised, it is not asked again in this call: the text so far is
+    right, and decoding goes on plainly."""
 
     def __init__(self, stats: Stats, noise: Noise | None = None) -> None:
         self.stats, self.noise, self.broken = stats, noise, False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specplug.drafters import Drafter, Proposal, Request, Session
+from specplug.drafters import Drafter, OfSessions, Proposal, Request, Session
 from specplug.tree import Shape
 
 BUCKETS = 1000  # a member's buckets are its own: estimates of acceptance are kept apart
@@ -37,19 +37,11 @@ class ChainDrafter:
         return ChainSession(self, [member.start(request) for member in self.members])
 
 
-class ChainSession:
+class ChainSession(OfSessions):
     def __init__(self, chain: ChainDrafter, sessions: list[Session]) -> None:
+        super().__init__(*sessions)
         self.chain = chain
-        self.sessions: list[Any] = list(sessions)
         self.asked: int | None = None  # whose proposal the target is judging
-
-    @property
-    def num_steps(self) -> int:
-        return sum(session.num_steps for session in self.sessions)
-
-    @property
-    def seconds_forward(self) -> float:
-        return sum(session.seconds_forward for session in self.sessions)
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         return self._first_good(

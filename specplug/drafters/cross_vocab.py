@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from specplug import warp
-from specplug.drafters import OneRow, Request, RowProposals
+from specplug.choices import CrossVocab
+from specplug.drafters import OfSessions, OneRow, Request, RowProposals
 from specplug.drafters.model import ModelDrafter
-from specplug.drafters.translate import TAIL, Reading, Translation
+from specplug.drafters.translate import TAIL, Reading, Translation, common_prefix
 from specplug.fixed import to_device
 from specplug.noise import Noise
 
-METHODS = ("auto", "intersection", "string")
+METHODS = tuple(each.value for each in CrossVocab)
 
 
 class CrossVocabDrafter(ModelDrafter):
@@ -99,7 +100,7 @@ class SharedNoise:
         return noise
 
 
-class CrossVocabSession:
+class CrossVocabSession(OfSessions):
     """A session of the draft's own, which is given each text in the draft's tokens. Read again, a word may be cut otherwise than when it was
     drafted, so what its cache holds is compared with the text each time."""
 
@@ -122,6 +123,7 @@ class CrossVocabSession:
             since=None,
         )
         self.drafts = drafter.start_for(own, num_rows)
+        super().__init__(self.drafts)
         self.names = list(range(num_rows)) if num_rows > 1 else [request.row]
         self.read = request.read
         self.readings = [Reading(drafter.translation) for _ in range(num_rows)]
@@ -130,16 +132,6 @@ class CrossVocabSession:
         self.held: list[list[int]] = [[] for _ in range(num_rows)]
         self.num_kept = [0] * num_rows  # drafts in the cache that the target kept, where they are its tokens one by one
 
-    @property
-    def num_steps(self) -> int:
-        steps: int = self.drafts.num_steps
-        return steps
-
-    @property
-    def seconds_forward(self) -> float:
-        seconds: float = self.drafts.seconds_forward
-        return seconds
-
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         read: dict[int, list[int]] = {}
         for b in active:
@@ -147,7 +139,7 @@ class CrossVocabSession:
             self.texts[b] += new
             read[b] = self.readings[b].read(self.texts[b])
             held = self.held[b] + [self.translation.to_draft.get(token, -1) for token in new[: self.num_kept[b]]]
-            self.drafts.hold(b, min(_common_prefix(held, read[b]), len(read[b]) - 1))
+            self.drafts.hold(b, min(common_prefix(held, read[b]), len(read[b]) - 1))
             self.held[b], self.num_kept[b] = read[b], 0
             if self.noise is not None:
                 self.noise.ahead[self.names[b]] = len(self.texts[b]) - len(read[b])
@@ -186,15 +178,6 @@ class CrossVocabSession:
         longest = max(lengths)
         padded = [token for tokens in said for token in (*tokens, *[0] * (longest - len(tokens)))]
         return RowProposals(to_device(padded, like.device).view(len(said), longest), lengths, None, [0] * len(said))
-
-
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
 
 
 def _below(tokens: list[int], vocab_size: int) -> list[int]:

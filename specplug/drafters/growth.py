@@ -56,10 +56,9 @@ class Growth:
 
     def chosen(self) -> list[int]:
         """The drafts that are proposed, by number, in order: of a dynamic tree that was not drawn, the likeliest first."""
-        every = list(range(len(self.tokens)))
         if isinstance(self.shape, Dynamic) and not self.drawn:
-            return self._likeliest(every)
-        return every
+            return self._likeliest()
+        return list(range(len(self.tokens)))
 
     def tree(self) -> Tree:
         return Tree(self.parents).only(self.chosen())
@@ -81,9 +80,10 @@ class Growth:
         if self.drawn or not isinstance(self.shape, Dynamic):
             return new
         # Behind a node that has fallen out of the budget nothing can come into it: paths only get less likely.
-        inside = {draft + 1 for draft in self._likeliest(list(range(len(self.tokens))))}
+        inside = {draft + 1 for draft in self._likeliest()}
         hopeful = [node for node in new if node in inside]
         return sorted(hopeful, key=lambda node: -self.values[node])[: self._breadth()]
 
-    def _likeliest(self, drafts: list[int]) -> list[int]:
-        return sorted(drafts, key=lambda draft: -self.values[draft + 1])[: self.shape.size]
+    def _likeliest(self) -> list[int]:
+        """As many drafts as the shape has nodes, by number."""
+        return sorted(range(len(self.tokens)), key=lambda draft: -self.values[draft + 1])[: self.shape.size]

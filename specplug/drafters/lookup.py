@@ -7,7 +7,7 @@ followed the latest few matches of each length, the longest first.
 
 from torch import Tensor
 
-from specplug.drafters import Proposal, Request
+from specplug.drafters import Proposal, Request, TextSession
 from specplug.fixed import to_device
 from specplug.tree import Dynamic, Shape, Tree
 
@@ -30,14 +30,13 @@ class LookupDrafter:
         return LookupSession(self.sizes, request)
 
 
-class LookupSession:
+class LookupSession(TextSession):
     def __init__(self, sizes: range, request: Request) -> None:
         self.sizes, self.vocab_size, self.read = sizes, request.vocab_size, request.read
         self.text: list[int] = []
         self.indexed = 0  # n-grams that end before this position are in `following`
         # n-gram -> where its latest occurrences are followed up, the last of them first
         self.following: dict[tuple[int, ...], list[int]] = {}
-        self.num_steps, self.seconds_forward = 0, 0.0
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         self.text += self.read(ids, len(self.text))
@@ -52,12 +51,6 @@ class LookupSession:
         starts, matched = self._find(len(self.sizes) * REMEMBERED)
         tokens, tree = merged([self._after(start, shape.depth) for start in starts], shape)
         return Proposal(to_device(tokens, ids.device)[None], None, matched, tree)
-
-    def observe(self, num_accepted: int) -> None:
-        pass
-
-    def observe_path(self, nodes: list[int]) -> None:
-        pass
 
     def _after(self, start: int, num: int) -> list[int]:
         """What stands there, so many tokens at most."""

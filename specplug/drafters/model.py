@@ -15,11 +15,12 @@ from transformers.cache_utils import DynamicLayer
 
 from specplug import warp
 from specplug.cache import align, crop, keep, new_draft_cache, select, why_not_croppable
-from specplug.drafters import OneRow, Proposal, Request, RowProposals, RowSession, Session
+from specplug.drafters import OfSessions, OneRow, Proposal, Request, RowProposals, RowSession, Session
 from specplug.drafters.fixed_model import FixedDraft
 from specplug.drafters.forward import Forward
 from specplug.drafters.growth import Growth
 from specplug.fixed import why_not
+from specplug.models import context_length
 from specplug.tree import Shape, Tree, attention_mask
 
 
@@ -38,8 +39,7 @@ class ModelDrafter:
                 f"the draft {type(model).__name__} cannot be rolled back after a rejection"
                 f" ({reason or 'it keeps a recurrent state'}); choose a draft with an ordinary key-value cache"
             )
-        self.max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
+        self.max_length = context_length(model)
         accepted = inspect.signature(model.forward).parameters
         self.takes_positions, self.takes_keep = "position_ids" in accepted, "logits_to_keep" in accepted
 
@@ -106,19 +106,12 @@ class ModelSession(Forward):
             self.num_text = self.num_cached  # until the next proposal there is nothing more to take back
 
 
-class OneOfRows:
+class OneOfRows(OfSessions):
     """The session of one sequence as one for several."""
 
     def __init__(self, session: ModelSession) -> None:
+        super().__init__(session)
         self.session = session
-
-    @property
-    def num_steps(self) -> int:
-        return self.session.num_steps
-
-    @property
-    def seconds_forward(self) -> float:
-        return self.session.seconds_forward
 
     def propose(self, texts: list[Tensor], gamma: int, active: list[int]) -> RowProposals:
         proposal = self.session.propose(texts[0], gamma)

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 
 from torch import Tensor
 
-from specplug.drafters import Proposal, Request
+from specplug.drafters import Proposal, Request, TextSession
 from specplug.fixed import to_device
 from specplug.tree import Dynamic, Shape, Tree
 
@@ -87,18 +87,12 @@ class SuffixDrafter:
         counts = self.shared or Counts(self.min_depth, self.max_depth, self.max_runs)
         return SuffixSession(counts, self.min_probability, request)
 
-    def forget(self) -> None:
-        """What earlier calls wrote, if it was kept."""
-        if self.shared is not None:
-            self.shared = Counts(self.min_depth, self.max_depth, self.max_runs)
 
-
-class SuffixSession:
+class SuffixSession(TextSession):
     def __init__(self, counts: Counts, min_probability: float, request: Request) -> None:
         self.counts, self.min_probability = counts, min_probability
         self.vocab_size, self.read = request.vocab_size, request.read
         self.text: list[int] = []
-        self.num_steps, self.seconds_forward = 0, 0.0
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         known = len(self.text)
@@ -154,9 +148,3 @@ class SuffixSession:
                 add_children(len(tokens), -share)
         drafts = to_device(tokens, ids.device)[None]
         return Proposal(drafts, None, matched if tokens else 0, Tree(parents))
-
-    def observe(self, num_accepted: int) -> None:
-        pass
-
-    def observe_path(self, nodes: list[int]) -> None:
-        pass

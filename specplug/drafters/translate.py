@@ -14,6 +14,12 @@ TAIL = 64  # target tokens that are read anew each round: the end of a text may 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
 class Vocabulary:
     """A tokenizer's tokens as the bytes that they stand for."""
 
