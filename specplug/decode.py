@@ -17,6 +17,7 @@ from specplug import cache as caches
 from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
+from specplug.device import Clock
 from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.fixed import FixedPasses
 from specplug.fixed import why_not as why_not_fixed
@@ -136,8 +137,8 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
 
-    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around
-    forward passes so that the seconds in `stats` are right. Costs overlap.
+    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device at the ends of
+    the call and of the prompt's pass, and have it note when other passes begin and end, so that the seconds in `stats` are right.
     """
 
     def now() -> float:
@@ -145,6 +146,7 @@ def decode(
             torch.cuda.synchronize(model.device)
         return time.perf_counter()
 
+    target = Clock(model.device, synchronize)
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     keep = bool(generation_config.return_dict_in_generate)
@@ -204,8 +206,7 @@ def decode(
         since=lambda _, known: text.since(hidden + known),
     )
     session: Any = drafter.start(request)
-    # Not where the device is waited for, since that would be counted as drafting.
-    if fixed is not None and stateless and noise is None and not synchronize:
+    if fixed is not None and stateless and noise is None:
         verify = functools.partial(verify, begin=getattr(session, "begin", None))
     in_tree = functools.partial(
         verify_in_tree, do_sample=do_sample, rule=rule, stateless=stateless, choose=sample if noise is None else choose
@@ -286,7 +287,7 @@ def decode(
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
             width = proposal.tokens.shape[1] + 1
             drafted, tree = torch.cat([text.ids, proposal.tokens], dim=1), proposal.tree
-            forward, before = now(), capture.seconds
+            forward, before = target.now(), capture.seconds
             ids = drafted[:, -width:]
             if fixed is not None:
                 logits = fixed(ids, [len(text) - hidden - 1])
@@ -296,7 +297,7 @@ def decode(
                 settled, places = False, []
                 logits = passes(ids, cache, ordinary, given)
             logits = logits[:, -width:].float()  # (1, G + 1, V)
-            stats.seconds_target += now() - forward - (capture.seconds - before)
+            target.add(forward, capture.seconds - before)
     finally:
         if not settled:  # something raised
             if proposal.tree is not None and places:
@@ -308,6 +309,7 @@ def decode(
         capture.close()
         caches.finish(cache)
         stats.seconds_rounds += now() - started
+        stats.seconds_target += target.seconds
         stats.seconds_capture += capture.seconds
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward

@@ -35,7 +35,7 @@ class CudaGraph:
     """A program as a CUDA graph. Whatever it raises, the program can still be run as it is."""
 
     def __init__(self, program: Callable[[], None], device: torch.device, shared: dict[str, Any]) -> None:
-        # Outside of inference mode: what is captured in it first makes torch (2.11 and older) keep the graphs' random state in tensors
+        # Outside of inference mode: what is captured in it first makes torch (2.10 and older) keep the graphs' random state in tensors
         # that may then be written in it alone.
         with _CAPTURING, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             if "pool" not in shared:

@@ -1,6 +1,6 @@
 """Host reads and launches of a round: how often it waits for the device, and how many operations it asks of it.
 
-On CUDA a host read is what torch itself calls a synchronizing operation, and a launch is one of a kernel, a graph or a copy. On
+On CUDA a host read is what torch itself calls a synchronizing operation, or to wait for an event, and a launch is one of a kernel, a graph or a copy. On
 the CPU nothing is waited for; there a host read is a call that would have to wait for a device, and a launch is an operation
 that Python asks torch for, views included. A pass that is replayed is one. Not seen on the CPU: copies to the device, and what
 a library reads without a tensor's methods.
@@ -65,13 +65,22 @@ def count(call: Callable[[], Any], schedule: Schedule, device_type: str) -> Coun
 def host_reads(device_type: str) -> Iterator[Callable[[], int]]:
     """Within it they are counted; yields what tells how many there were. Other threads are counted as well."""
     if device_type == "cuda":
-        mode = torch.cuda.get_sync_debug_mode()
+        mode, event, awaited = torch.cuda.get_sync_debug_mode(), torch.cuda.Event, 0
+        synchronize = event.synchronize
+
+        def awaiting(self: Any) -> None:  # of which torch does not warn
+            nonlocal awaited
+            awaited += 1
+            synchronize(self)
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
+            event.synchronize = awaiting  # type: ignore[method-assign]
             try:
-                yield lambda: sum("synchronizing" in str(each.message) for each in caught)
+                yield lambda: awaited + sum("called a synchronizing" in str(each.message) for each in caught)
             finally:
+                event.synchronize = synchronize  # type: ignore[method-assign]
                 torch.cuda.set_sync_debug_mode(mode)
         return
     num, inside = 0, False

@@ -98,13 +98,13 @@ class FixedDraft(Forward):
         ready = begun is not None and begun == Begun(gamma, max(lengths.values()))
         if not ready:
             self._catch_up(own)
-        started, before = self._now(), self.request.capture.seconds
+        started, before = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():
             if self.loops:
                 tokens, probs = self._loop(own, gamma, ready)
             else:
                 tokens, probs = self._steps(own, gamma)
-        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
+        self.clock.add(started, self.request.capture.seconds - before)
         made = tokens.shape[1]
         for b in active:
             fed = max(made - 1, 0) if self.loops or made == gamma else made
@@ -127,6 +127,7 @@ class FixedDraft(Forward):
         furthest = text.shape[1] + drafts.shape[1] + 1
         if next_token.device != text.device or self.room(furthest, gamma) < gamma:
             return
+        started, captured = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():
             program = self._program(gamma, furthest)
             loop: DraftLoop = program.function
@@ -134,6 +135,7 @@ class FixedDraft(Forward):
             loop.first.copy_(torch.cat([before, next_token[:, None]], dim=1))
             loop.starts.copy_(text.shape[1] - 1 + num_accepted)
             self.fixed.run(program)
+        self.clock.add(started, self.request.capture.seconds - captured)
         self.num_steps += gamma
         self.begun = Begun(gamma, text.shape[1] + 1)  # and as many more as are kept, see observe
 
