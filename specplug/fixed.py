@@ -151,7 +151,7 @@ class FixedPasses:
         """The program of this name on the buffers of this call; made where there is none, out of them and whether the model is
         to be compiled."""
         programs = self._buffers.programs
-        key = (key, self._compiled, torch.is_inference_mode_enabled())
+        key = (key, self._compiled, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
         # The last one used stands at the end.
         programs[key] = programs.pop(key, None) or Program(make(self._buffers, self._compiled))
         while len(programs) > PROGRAMS:
@@ -283,6 +283,7 @@ def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, 
         for each in idle:
             if each.cache.num_rows == num_rows and each.cache.room == room:
                 idle.remove(each)
+                each.cache.clear()
                 return each
     try:
         return Buffers(model, like, num_rows, room, state)

@@ -112,6 +112,11 @@ class RaggedCache(Cache):
         pairs = zip(self.layers, cache.layers, strict=True)
         return [(mine, theirs) for mine, theirs in pairs if isinstance(mine, RaggedLayer)]
 
+    def clear(self) -> None:
+        """Hold what a new one holds: a nan that an earlier call left, of which a mask takes nothing away, would come out of every later one."""
+        for each in self.tensors:
+            each.zero_()
+
     def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What the queries at `positions`, (B, W), may look at, (B, 1, W, S) as the model's attention takes it."""
         num_slots = self.tensors[0].shape[3] if self.places.num_slots is None else self.places.num_slots

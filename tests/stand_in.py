@@ -229,6 +229,9 @@ class Device(TorchDispatchMode):
             on_device = isinstance(args[0], OnDevice)
         if held and hosts and not name.startswith(MOVING):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got cuda:0 and cpu")
+        summed = held and name.startswith("aten.cumsum") and (kwargs.get("dtype") or args[0].dtype)
+        if summed and summed.is_floating_point and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
         if name.startswith("aten.copy_") and held and not on_device and args[2:] == (True,) and _is_pinned(args[0]):
             self.arriving.append((args[0], args[1].inner.clone()))
             return args[0].fill_(-7)  # what is there meanwhile is nothing to go by

@@ -293,6 +293,19 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
     assert gone() is None
 
 
+def test_what_a_broken_call_left_does_not_come_out_of_later_ones():
+    """A nan behind the text is masked, and would be a nan in the sum all the same."""
+    model = frozen()
+    expected = model.generate(prompt(9), do_sample=False, max_new_tokens=20)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), gamma=3, engine="rounds") as plugin:
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(9), do_sample=False, max_new_tokens=20), expected)
+            for each in (model, plugin.drafter.model):
+                for kept in fixed._IDLE[each]:
+                    for tensor in kept.cache.tensors:
+                        tensor.fill_(float("nan"))
+
+
 def test_a_model_whose_weights_were_replaced_is_captured_anew():
     model, given = frozen(), dict(input_ids=prompt(9), do_sample=False, max_new_tokens=20)
     with specplug.attach(model, "lookup", gamma=2, engine="rounds"):
