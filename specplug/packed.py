@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specplug.attention import own_sdpa
 from specplug.capture import MAX_WIDTH
 
 NAME = "specplug_packed"
+# Of one position with a mask, which on CUDA each has, later transformers packs the query heads by itself; 5.17 does not.
+NARROWEST = 2 if hasattr(sdpa_attention, "pack_gqa") else 1
 
 
 def packed(
@@ -36,7 +39,7 @@ def packed(
     width, mask = query.shape[2], attention_mask
     if (
         mask is None
-        or not 1 < width <= MAX_WIDTH
+        or not NARROWEST <= width <= MAX_WIDTH
         or mask.shape[1] != 1
         or given.get("dropout")
         or given.get("position_bias") is not None
