@@ -160,7 +160,8 @@ def decode_batch(
         model_kwargs = {**model_kwargs, caches.NAME: cache}
         caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
-    slots, first, began, captured = input_ids.shape[1], True, time.perf_counter(), 0.0  # slots: positions in the cache
+    slots, first, began = input_ids.shape[1], True, time.perf_counter()  # slots: positions in the cache
+    captured, num_early = 0.0, 0
     try:
         while True:
             lengths = [proposals.lengths[row.index] for row in active]
@@ -183,9 +184,9 @@ def decode_batch(
                     going_on.append(i)
             over = time.perf_counter()
             if not first:
-                seconds = over - began - (capture.seconds - captured)
+                seconds = None if capture.num_early > num_early else over - began - (capture.seconds - captured)
                 plan.observe(made, sum(committed) / len(committed), seconds)
-            began, captured = over, capture.seconds
+            began, captured, num_early = over, capture.seconds, capture.num_early
             if not going_on:
                 break
 

@@ -219,7 +219,7 @@ def decode(
     safely = Safely(stats, noise)
     recorded = fixed is None and _starts_at_zero(model_kwargs, len(text))
     passes = (capture if recorded else Capture()).passes(model)
-    first, stop, began, captured = True, False, time.perf_counter(), 0.0
+    first, stop, began, captured, num_early = True, False, time.perf_counter(), 0.0, 0
     places: list[int] = []  # of the last pass, those that the text goes through
     settled = True  # the cache holds no drafts that the text does not go through
     try:
@@ -263,9 +263,9 @@ def decode(
                 else:
                     session.observe(num_accepted)
                 over = time.perf_counter()
-                seconds = over - began - (capture.seconds - captured)
+                seconds = None if capture.num_early > num_early else over - began - (capture.seconds - captured)
                 plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, seconds)
-                began, captured = over, capture.seconds
+                began, captured, num_early = over, capture.seconds, capture.num_early
             if stop:
                 break
 

@@ -54,6 +54,7 @@ class Buffers:
         self.cache, self.state = RaggedCache(model, like, num_rows, room), state
         self.programs: dict[Hashable, Program] = {}
         self.shared: dict[str, Any] = {}  # among its graphs
+        self.refused = False  # to be captured
 
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
         """A pass as it is, (B, W) and (B, W) -> (B, W, V): part of a program."""
@@ -107,10 +108,12 @@ class FixedPasses:
         graph: str,
         uses_before: int | None = None,
         spent: Callable[[float], None] = lambda seconds: None,
+        early: Callable[[], None] = lambda: None,
     ) -> None:
-        """`graph`: one of capture.GRAPHS. `uses_before`: of a program, before it is captured. `spent` is told the seconds of that."""
+        """`graph`: one of capture.GRAPHS. `uses_before`: of a program, before it is captured. `spent` is told the seconds of that, and
+        `early` is called at each of those uses."""
         self.model: Any = model
-        self._spent, self._compiled = spent, graph == "compile"
+        self._spent, self._early, self._compiled = spent, early, graph == "compile"
         self._graph = None if graph == "off" else GRAPHS.get(model.device.type)
         self._uses_before = USES_BEFORE if uses_before is None else uses_before
         self._state = _state(model)
@@ -160,12 +163,19 @@ class FixedPasses:
 
     def run(self, program: Program) -> None:
         program.uses += 1
-        if program.graph is None and self._graph is not None and program.uses > self._uses_before:
+        if self._graph is None:
+            program.function()
+            return
+        if program.graph is None and program.uses > self._uses_before and not self._buffers.refused:
             self._make_graph(program)
-        if program.graph is not None and self._graph is not None:
+        if program.graph is not None:
             program.graph()
         else:
-            program.function()
+            if program.uses > 0 and not self._buffers.refused:
+                self._early()
+            # As it is captured, so that nothing is compiled for both.
+            with torch.inference_mode(False), torch.no_grad():
+                program.function()
 
     def _make_graph(self, program: Program) -> None:
         started = time.perf_counter()
@@ -174,6 +184,8 @@ class FixedPasses:
             program.graph = self._graph(program.function, self.cache.device, self._buffers.shared)
         except Exception as error:  # whatever a model does that cannot be captured
             program.uses = -(1 << 62)  # never again
+            # Nor any other of the model's, which would fail as well, unless it was this one's size.
+            self._buffers.refused = not isinstance(error, torch.OutOfMemoryError)
             say_once(self.model, f"is run without graphs: {first_line(error)}")
         self._spent(time.perf_counter() - started)
 

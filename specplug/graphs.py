@@ -23,8 +23,9 @@ class Graph(Protocol):
     def __call__(self) -> None: ...
 
 
-# One at a time: a capture begins by waiting for the device, which would spoil one that is under way in another thread.
-_CAPTURING = threading.Lock()
+# One capture at a time: each begins by waiting for the device, which would spoil one that is under way in another thread. And one replay,
+# and none meanwhile: all draw from one generator, which (before torch 2.13) takes no other numbers from it while one is captured.
+_ALONE = threading.Lock()
 # To capture on, by device. torch's own stream for that is one for all, and lies on the device that was captured on first: a model on
 # another one would leave an empty graph.
 _STREAMS: dict[int, Any] = {}
@@ -37,7 +38,7 @@ class CudaGraph:
     def __init__(self, program: Callable[[], None], device: torch.device, shared: dict[str, Any]) -> None:
         # Outside of inference mode: what is captured in it first makes torch (2.10 and older) keep the graphs' random state in tensors
         # that may then be written in it alone.
-        with _CAPTURING, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+        with _ALONE, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             if "pool" not in shared:
                 shared["pool"] = torch.cuda.graph_pool_handle()
             index, current = torch.cuda.current_device(), torch.cuda.current_stream()
@@ -58,7 +59,7 @@ class CudaGraph:
 
     def __call__(self) -> None:
         # In it, tensors of either kind may be written: torch's own for random numbers, where somebody else captured first.
-        with torch.inference_mode():
+        with _ALONE, torch.inference_mode():
             self.graph.replay()
 
 

@@ -25,7 +25,7 @@ METHODS = (
     "__bool__", "__int__", "__float__", "__index__", "__array__",
 )  # fmt: skip
 FUNCTIONS = ("nonzero", "masked_select", "unique", "equal", "allclose")
-# As CUDA's runtime and driver call them.
+# As CUDA's runtime and driver call them, before an underscore and a version or the like.
 LAUNCHES = (
     "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync",
     "cudaMemsetAsync",
@@ -173,7 +173,7 @@ def _launches(profiler: Any, device_type: str) -> int:
     marks = [each for each in events if each[2] == MARK]
     first, last = min(end for _, end, _ in marks), max(start for start, _, _ in marks)
     if device_type == "cuda":
-        return sum(name in LAUNCHES and first <= start < last for start, _, name in events)
+        return sum(name.partition("_")[0] in LAUNCHES and first <= start < last for start, _, name in events)
     num, over = 0, first
     for start, end, name in sorted(events, key=lambda each: (each[0], -each[1])):
         if over <= start < last:  # else it is before the first mark, or part of the operation before

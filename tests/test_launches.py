@@ -140,7 +140,7 @@ def test_launches_between_the_marks():
         event("cudaLaunchKernel", 27, 1),
         event(launches.MARK, 60, 2),
         event("forward", 70, 20),  # a replay
-        event("cudaGraphLaunch", 75, 5),
+        event("cudaGraphLaunch_v10000", 75, 5),
         event("cudaDeviceSynchronize", 85, 5),
         event(launches.MARK, 100, 2),
         event("cudaLaunchKernel", 110, 1),

@@ -132,7 +132,9 @@ class FixedDraft(Forward):
             program = self._program(gamma, furthest)
             loop: DraftLoop = program.function
             before = torch.cat([text[:, -1:], drafts], dim=1).gather(1, num_accepted[:, None])
-            loop.first.copy_(torch.cat([before, next_token[:, None]], dim=1))
+            # -1 is what was drawn from no distribution, see verify.checked: the host raises when it reads it, and a device that had
+            # looked it up among embeddings could not be used again.
+            loop.first.copy_(torch.cat([before, next_token[:, None].clamp(min=0)], dim=1))
             loop.starts.copy_(text.shape[1] - 1 + num_accepted)
             self.fixed.run(program)
         self.clock.add(started, self.request.capture.seconds - captured)
