@@ -41,7 +41,7 @@ from specplug.pipelines import pipeline_from
 from specplug.recipes.evaluate import encode
 from specplug.round_costs import check_room, measure_rounds
 from specplug.runs import Run, describe_environment, each_sample, environment_of, write_json
-from specplug.ways import at_point, gammas_of, measured, memory, resized, synthetic, ways_of
+from specplug.ways import at_point, first_call, gammas_of, measured, memory, resized, synthetic, ways_of
 
 NOTHING = "interrupted before the first was done; nothing to report"
 MEDIANS = "Medians of repeats, all tokens over all seconds. Decoding leaves out the prompt's pass and the first token."
@@ -72,8 +72,10 @@ def run(config: Config, folder: Path) -> int:
         interrupted, first_calls, counts = False, {}, {}
         try:
             plugin.record_after = 0  # the first calls compile, record and learn
-            for name, way in ways.items():
-                first_calls[name] = way(batches[0], 0)
+            for name in list(ways):
+                found = first_call(ways, name, batches[0])
+                if found is not None:
+                    first_calls[name] = found
             plugin.record_after = None
             for number, batch in enumerate(batches):
                 if str(number) not in results.done:

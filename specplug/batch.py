@@ -24,6 +24,7 @@ from specplug import cache as caches
 from specplug import warp
 from specplug.attention import takes_positions
 from specplug.capture import Capture
+from specplug.device import Clock
 from specplug.drafters import Drafter, Request, RowProposals, Safely, start_rows
 from specplug.fixed import FixedPasses, to_device
 from specplug.fixed import why_not as why_not_fixed
@@ -115,6 +116,7 @@ def decode_batch(
             torch.cuda.synchronize(model.device)
         return time.perf_counter()
 
+    target = Clock(model.device, synchronize)
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
@@ -158,7 +160,8 @@ def decode_batch(
         model_kwargs = {**model_kwargs, caches.NAME: cache}
         caches.prepare_for_crop(cache)
     nothing = proposals = RowProposals.none(input_ids)
-    slots, first, began, captured = input_ids.shape[1], True, time.perf_counter(), 0.0  # slots: positions in the cache
+    slots, first, began = input_ids.shape[1], True, time.perf_counter()  # slots: positions in the cache
+    captured, num_early = 0.0, 0
     try:
         while True:
             lengths = [proposals.lengths[row.index] for row in active]
@@ -181,9 +184,9 @@ def decode_batch(
                     going_on.append(i)
             over = time.perf_counter()
             if not first:
-                seconds = over - began - (capture.seconds - captured)
+                seconds = None if capture.num_early > num_early else over - began - (capture.seconds - captured)
                 plan.observe(made, sum(committed) / len(committed), seconds)
-            began, captured = over, capture.seconds
+            began, captured, num_early = over, capture.seconds, capture.num_early
             if not going_on:
                 break
 
@@ -210,18 +213,19 @@ def decode_batch(
                 proposals = safely(lambda: session.propose(texts, gamma, indices), nothing, ends)  # noqa: B023
             proposals = proposals.trimmed(plan)
             width = max(proposals.lengths[row.index] for row in active) + 1
-            forward, before = now(), capture.seconds
+            forward, before = target.now(), capture.seconds
             if fixed is not None:
                 logits = _fixed_pass(fixed, held, active, proposals, width)
             else:
                 inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
                 logits = model(**inputs, return_dict=True).logits[:, -width:].float()  # (A, G + 1, V)
-            stats.seconds_target += now() - forward - (capture.seconds - before)
+            target.add(forward, capture.seconds - before)
     finally:
         capture.close()
         stats.seconds_capture += capture.seconds
         caches.finish(cache)
         stats.seconds_rounds += now() - started
+        stats.seconds_target += target.seconds
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward
     return _stacked([row.text.ids for row in everyone], generation_config._pad_token_tensor)

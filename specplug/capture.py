@@ -55,6 +55,7 @@ class Capture:
         self.graph = graph
         self.uses_before = uses_before
         self.seconds = 0.0  # of recording, without the ordinary passes made meanwhile
+        self.num_early = 0  # runs of programs that are going to be captured, and take several times as long until then
         self._opened: list[Any] = []
 
     def passes(self, model: PreTrainedModel) -> "Passes":
@@ -66,12 +67,15 @@ class Capture:
         from specplug.ragged_pass import RaggedPasses
 
         kind = FixedPasses if has_graphs(model, self.graph) else RaggedPasses
-        self._opened.append(kind(model, self.graph, self.uses_before, self._spend))
+        self._opened.append(kind(model, self.graph, self.uses_before, self._spend, self._early))
         opened: FixedPasses = self._opened[-1]
         return opened
 
     def _spend(self, seconds: float) -> None:
         self.seconds += seconds
+
+    def _early(self) -> None:
+        self.num_early += 1
 
     def close(self) -> None:
         while self._opened:

@@ -18,6 +18,7 @@ from specplug import cache as caches
 from specplug import warp
 from specplug.batch import why_not_batch
 from specplug.capture import Capture
+from specplug.device import Clock
 from specplug.drafters import Drafter, Proposal, Request, Safely
 from specplug.lookahead import left_padding
 from specplug.noise import Keyed, Noise, StreamAhead
@@ -138,8 +139,8 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for one sequence, (1, T); counts go to `stats`. Returns ids (1, T + new), or transformers' output object.
 
-    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device around
-    forward passes so that the seconds in `stats` are right. Costs overlap.
+    `keyed`: the noise of a call with a seed, which is verified by the walk rule. `synchronize`: wait for the device at the ends of
+    the call and of the prompt's pass, and have it note when other passes begin and end, so that the seconds in `stats` are right.
     """
 
     def now() -> float:
@@ -147,6 +148,7 @@ def decode(
             torch.cuda.synchronize(model.device)
         return time.perf_counter()
 
+    clock = Clock(model.device, synchronize)
     model_kwargs.pop("tokenizer", None)
     do_sample = bool(generation_config.do_sample)
     text = Text(input_ids)
@@ -193,8 +195,7 @@ def decode(
     )
     session: Any = drafter.start(request)
     begin = None
-    # Not where the device is waited for, since that would be counted as drafting.
-    if target.fixed is not None and not synchronize:
+    if target.fixed is not None:
         begin = getattr(session, "begin", None)
     choose = sample if keyed is None else lambda probs: keyed.choose([0], [len(text) - hidden], probs)
     in_chain, in_tree = _rules(do_sample, rule, stateless, noise is not None, choose, begin)
@@ -203,7 +204,7 @@ def decode(
     del outputs  # the prompt's logits can be large
     target.prepare()
     safely = Safely(stats, noise)
-    first, stop, began, captured = True, False, time.perf_counter(), 0.0
+    first, stop, began, captured, num_early = True, False, time.perf_counter(), 0.0, 0
     try:
         while True:
             num_accepted, rejected, num_tokens = 0, False, 0
@@ -231,9 +232,9 @@ def decode(
                 else:
                     session.observe(num_accepted)
                 over = time.perf_counter()
-                seconds = over - began - (capture.seconds - captured)
+                seconds = None if capture.num_early > num_early else over - began - (capture.seconds - captured)
                 plan.observe([Round(num_drafts, num_accepted, proposal.bucket)], num_tokens, seconds)
-                began, captured = over, capture.seconds
+                began, captured, num_early = over, capture.seconds, capture.num_early
             if stop:
                 break
 
@@ -254,13 +255,14 @@ def decode(
             if trace is not None:
                 trace.begin(gamma, room, plan, text.ids, *proposal[:2], tree=proposal.tree)
             drafted = torch.cat([text.ids, proposal.tokens], dim=1)
-            forward, before = now(), capture.seconds
+            forward, before = clock.now(), capture.seconds
             logits = target.score(drafted, proposal.tokens.shape[1] + 1, proposal.tree)  # (1, G + 1, V)
-            stats.seconds_target += now() - forward - (capture.seconds - before)
+            clock.add(forward, capture.seconds - before)
     finally:
         target.finish()
         capture.close()
         stats.seconds_rounds += now() - started
+        stats.seconds_target += clock.seconds
         stats.seconds_capture += capture.seconds
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward

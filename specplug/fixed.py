@@ -54,6 +54,8 @@ class Buffers:
         self.cache, self.state = RaggedCache(model, like, num_rows, room), state
         self.programs: dict[Hashable, Program] = {}
         self.shared: dict[str, Any] = {}  # among its graphs
+        self.refused = False  # to be captured
+        self.used: Any = None  # behind the last call's work on the device; the next may be on another stream
 
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
         """A pass as it is, (B, W) and (B, W) -> (B, W, V): part of a program."""
@@ -76,6 +78,19 @@ def run_pass(model: Any, ids: Tensor, positions: Tensor, cache: RaggedCache) -> 
     return logits
 
 
+def weakly(buffers: Buffers) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Their `forward`, for a program, which they keep: else both would stay, and the device's memory with them, until the next collection
+    of garbage, which may also come in the middle of a capture."""
+    weak = weakref.WeakMethod(buffers.forward)
+
+    def forward(ids: Tensor, positions: Tensor, compiled: bool) -> Tensor:
+        own = weak()
+        assert own is not None  # who runs a program has its buffers
+        return own(ids, positions, compiled)
+
+    return forward
+
+
 class Pass:
     """One pass of a fixed width: `ids`, (B, W), at `starts`, (B,), and what follows, to `logits`, (B, W, V)."""
 
@@ -86,10 +101,10 @@ class Pass:
             self.starts = torch.zeros(num_rows, dtype=torch.long, device=device)
             self.steps = torch.arange(width, device=device)
         self.logits: Tensor | None = None
-        self.buffers, self.compiled = buffers, compiled
+        self.forward, self.compiled = weakly(buffers), compiled
 
     def __call__(self) -> None:
-        logits = self.buffers.forward(self.ids, self.starts[:, None] + self.steps, self.compiled)
+        logits = self.forward(self.ids, self.starts[:, None] + self.steps, self.compiled)
         if self.logits is None:
             with torch.inference_mode(False):
                 self.logits = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -107,10 +122,12 @@ class FixedPasses:
         graph: str,
         uses_before: int | None = None,
         spent: Callable[[float], None] = lambda seconds: None,
+        early: Callable[[], None] = lambda: None,
     ) -> None:
-        """`graph`: one of capture.GRAPHS. `uses_before`: of a program, before it is captured. `spent` is told the seconds of that."""
+        """`graph`: one of capture.GRAPHS. `uses_before`: of a program, before it is captured. `spent` is told the seconds of that, and
+        `early` is called at each of those uses."""
         self.model: Any = model
-        self._spent, self._compiled = spent, graph == "compile"
+        self._spent, self._early, self._compiled = spent, early, graph == "compile"
         self._graph = None if graph == "off" else GRAPHS.get(model.device.type)
         self._uses_before = USES_BEFORE if uses_before is None else uses_before
         self._state = _state(model)
@@ -151,7 +168,7 @@ class FixedPasses:
         """The program of this name on the buffers of this call; made where there is none, out of them and whether the model is
         to be compiled."""
         programs = self._buffers.programs
-        key = (key, self._compiled, torch.is_inference_mode_enabled())
+        key = (key, self._compiled, torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled())
         # The last one used stands at the end.
         programs[key] = programs.pop(key, None) or Program(make(self._buffers, self._compiled))
         while len(programs) > PROGRAMS:
@@ -160,12 +177,19 @@ class FixedPasses:
 
     def run(self, program: Program) -> None:
         program.uses += 1
-        if program.graph is None and self._graph is not None and program.uses > self._uses_before:
+        if self._graph is None:
+            program.function()
+            return
+        if program.graph is None and program.uses > self._uses_before and not self._buffers.refused:
             self._make_graph(program)
-        if program.graph is not None and self._graph is not None:
+        if program.graph is not None:
             program.graph()
         else:
-            program.function()
+            if program.uses > 0 and not self._buffers.refused:
+                self._early()
+            # As it is captured, so that nothing is compiled for both.
+            with torch.inference_mode(False), torch.no_grad():
+                program.function()
 
     def _make_graph(self, program: Program) -> None:
         started = time.perf_counter()
@@ -174,6 +198,8 @@ class FixedPasses:
             program.graph = self._graph(program.function, self.cache.device, self._buffers.shared)
         except Exception as error:  # whatever a model does that cannot be captured
             program.uses = -(1 << 62)  # never again
+            # Nor any other of the model's, which would fail as well, unless it was this one's size.
+            self._buffers.refused = not isinstance(error, torch.OutOfMemoryError)
             say_once(self.model, f"is run without graphs: {first_line(error)}")
         self._spent(time.perf_counter() - started)
 
@@ -283,6 +309,9 @@ def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, 
         for each in idle:
             if each.cache.num_rows == num_rows and each.cache.room == room:
                 idle.remove(each)
+                if each.used is not None:
+                    each.used.wait(torch.cuda.current_stream(each.cache.device))
+                each.cache.clear()
                 return each
     try:
         return Buffers(model, like, num_rows, room, state)
@@ -292,6 +321,9 @@ def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, 
 
 
 def _leave(model: PreTrainedModel, buffers: Buffers) -> None:
+    if buffers.cache.device.type == "cuda":
+        buffers.used = torch.cuda.Event()
+        buffers.used.record(torch.cuda.current_stream(buffers.cache.device))
     with _LOCK:
         idle = _IDLE.setdefault(model, [])
         idle.append(buffers)

@@ -1,6 +1,6 @@
 """Host reads and launches of a round: how often it waits for the device, and how many operations it asks of it.
 
-On CUDA a host read is what torch itself calls a synchronizing operation, and a launch is one of a kernel, a graph or a copy. On
+On CUDA a host read is what torch itself calls a synchronizing operation, or to wait for an event, and a launch is one of a kernel, a graph or a copy. On
 the CPU nothing is waited for; there a host read is a call that would have to wait for a device, and a launch is an operation
 that Python asks torch for, views included. A pass that is replayed is one. Not seen on the CPU: copies to the device, and what
 a library reads without a tensor's methods.
@@ -25,7 +25,7 @@ METHODS = (
     "__bool__", "__int__", "__float__", "__index__", "__array__",
 )  # fmt: skip
 FUNCTIONS = ("nonzero", "masked_select", "unique", "equal", "allclose")
-# As CUDA's runtime and driver call them.
+# As CUDA's runtime and driver call them, before an underscore and a version or the like.
 LAUNCHES = (
     "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync",
     "cudaMemsetAsync",
@@ -65,13 +65,22 @@ def count(call: Callable[[], Any], schedule: Schedule, device_type: str) -> Coun
 def host_reads(device_type: str) -> Iterator[Callable[[], int]]:
     """Within it they are counted; yields what tells how many there were. Other threads are counted as well."""
     if device_type == "cuda":
-        mode = torch.cuda.get_sync_debug_mode()
+        mode, event, awaited = torch.cuda.get_sync_debug_mode(), torch.cuda.Event, 0
+        synchronize = event.synchronize
+
+        def awaiting(self: Any) -> None:  # of which torch does not warn
+            nonlocal awaited
+            awaited += 1
+            synchronize(self)
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
+            event.synchronize = awaiting  # type: ignore[method-assign]
             try:
-                yield lambda: sum("synchronizing" in str(each.message) for each in caught)
+                yield lambda: awaited + sum("called a synchronizing" in str(each.message) for each in caught)
             finally:
+                event.synchronize = synchronize  # type: ignore[method-assign]
                 torch.cuda.set_sync_debug_mode(mode)
         return
     num, inside = 0, False
@@ -164,7 +173,7 @@ def _launches(profiler: Any, device_type: str) -> int:
     marks = [each for each in events if each[2] == MARK]
     first, last = min(end for _, end, _ in marks), max(start for start, _, _ in marks)
     if device_type == "cuda":
-        return sum(name in LAUNCHES and first <= start < last for start, _, name in events)
+        return sum(name.partition("_")[0] in LAUNCHES and first <= start < last for start, _, name in events)
     num, over = 0, first
     for start, end, name in sorted(events, key=lambda each: (each[0], -each[1])):
         if over <= start < last:  # else it is before the first mark, or part of the operation before

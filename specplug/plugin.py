@@ -57,7 +57,7 @@ class SpeculativeProcessor(LogitsProcessor):
     Args:
         draft: a `Drafter`, a model, the name or folder of one, "lookup", a `Draft` config, or a whole `Config`.
         schedule, engine, verify, kernel, graph: as in `attach`.
-        synchronize: wait for the device around forward passes, so that the seconds counted are right.
+        synchronize: have the device note when forward passes begin and end, so that the seconds counted are right.
 
     Attributes:
         stats: counts of all calls since the start or `reset_stats()`.

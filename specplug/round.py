@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from specplug import warp
+from specplug.device import Read
 from specplug.drafters import Proposal
 from specplug.fixed import to_device
 from specplug.verify import RULES, Step, chain, checked, residual, sample, token_acceptance, verify_greedy, verify_walk
@@ -81,10 +82,11 @@ def verify_at_once(
         verified = RULES[rule](proposal.tokens, proposal.probs, warp.to_probs(scores))
     else:
         verified = verify_greedy(proposal.tokens, scores)
+    # The one host read of the round, asked for before the next drafts are: else the host would wait for those as well.
+    coming = Read(torch.cat([*verified, proposal.tokens[0]]))
     if begin is not None:
         begin(*verified)
-    # The one host read of the round.
-    num_accepted, next_token, *drafts = checked(torch.cat([*verified, proposal.tokens[0]]).tolist())
+    num_accepted, next_token, *drafts = checked(coming.tolist())
     for i in range(num_accepted):
         yield Emitted(drafts[i], "accepted", scores[:, i], i)
     origin: Literal["recovered", "bonus"] = "bonus" if num_accepted == len(drafts) else "recovered"

@@ -20,6 +20,7 @@ from specplug.capture import Capture, Passes
 from specplug.config import ConfigError
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
+from specplug.fixed import FixedPasses, has_graphs, why_not
 from specplug.kernel import swapped
 from specplug.models import context_length
 
@@ -82,6 +83,14 @@ class Standing:
             self.model(input_ids=text, use_cache=True, **{NAME: self.cache})
         prepare_for_crop(self.cache, roomy)
         self.last, self.grown = text[:, -1:], {True: 0, False: 0}
+        self.length = text.shape[1]
+        self.fixed: FixedPasses | None = None
+
+    def use_graphs(self, capture: Capture) -> None:
+        """Where rounds go by passes at fixed shapes, go by them from now on, until the capture is closed."""
+        if self.fixed is None and has_graphs(self.model, capture.graph) and why_not(self.model, capture.graph) is None:
+            self.fixed = capture.fixed(self.model)
+            self.fixed.fill(self.cache, [0])
 
     def seconds(self, passes: Passes, width: int) -> float:
         """Of a pass over `width` positions."""
@@ -93,9 +102,14 @@ class Standing:
 
         synchronize(self.model)
         started = time.perf_counter()
-        passes(new, self.cache, ordinary)
+        if self.fixed is not None:
+            self.fixed(new, [self.length])
+        else:
+            passes(new, self.cache, ordinary)
         synchronize(self.model)
         seconds = time.perf_counter() - started
+        if self.fixed is not None:
+            return seconds
         grows = int(self.grown[width > 1] < GROWTH)
         self.grown[width > 1] += grows
         crop(self.cache, width - grows)
@@ -116,6 +130,7 @@ def measure_rounds(
     ids = ids[:, : max(_context([model, getattr(drafter, "model", model)]) - chosen[-1] - 1 - 2 * GROWTH, 1)]
     target, plain = Standing(model, ids), Standing(model, ids, roomy=False)
     draft = Standing(drafter.model, ids) if isinstance(drafter, ModelDrafter) else None
+    graphs = Capture(graph, uses_before=0)
 
     def propose(gamma: int) -> float:
         text = ids if ids.shape[1] > 1 else ids.repeat(1, 2)  # something has to stand before its last token
@@ -131,6 +146,9 @@ def measure_rounds(
         models = [model] if draft is None else [model, draft.model]
         with swapped(kernel, *models), packed.swapped(kernel, *models):
             with torch.no_grad():
+                for each in (target, draft):
+                    if each is not None:
+                        each.use_graphs(graphs)
                 passes = Capture(graph, uses_before=0).passes(model)
             with torch.inference_mode():  # where drafts are made
                 of_draft = None if draft is None else Capture(graph, uses_before=0).passes(draft.model)
@@ -151,19 +169,22 @@ def measure_rounds(
             passes = Capture().passes(model)
             return [plain.seconds(passes, 1) for _ in range(IN_A_TURN)]
 
-    for gamma in chosen:  # to record, to compare, and to see whether that was all
-        act(gamma)
     seconds: dict[int, list[float]] = {gamma: [] for gamma in chosen}
     steps: list[float] = []
     first: list[float] = []
     later: list[float] = []
-    for _ in range(-(-repeats // (IN_A_TURN - NOT_TIMED))):
-        steps += plain_steps()[NOT_TIMED:]
-        for gamma in chosen:
-            for drafts, pass_ in act(gamma)[NOT_TIMED:]:
-                seconds[gamma].append(pass_)
-                first += drafts[:1]
-                later += drafts[1:]
+    try:
+        for gamma in chosen:  # to record, to compare, and to see whether that was all
+            act(gamma)
+        for _ in range(-(-repeats // (IN_A_TURN - NOT_TIMED))):
+            steps += plain_steps()[NOT_TIMED:]
+            for gamma in chosen:
+                for drafts, pass_ in act(gamma)[NOT_TIMED:]:
+                    seconds[gamma].append(pass_)
+                    first += drafts[:1]
+                    later += drafts[1:]
+    finally:
+        graphs.close()
     by_gamma = {gamma: median(each) for gamma, each in seconds.items()}
     once = median(first) if first else 0.0
     return RoundCosts(median(steps), by_gamma, once, median(later) if later else (once if draft is not None else 0.0))

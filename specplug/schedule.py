@@ -38,8 +38,9 @@ class Plan(Protocol):
         """How many of the drafts proposed are worth a wider pass of the target."""
         ...
 
-    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
-        """A round is over: what each sequence made of it, tokens a sequence, seconds since the last one was over."""
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float | None) -> None:
+        """A round is over: what each sequence made of it, tokens a sequence, seconds since the last one was over; None where its passes
+        took longer than they are going to take, so that nothing is to be learned of its price."""
         ...
 
 
@@ -75,7 +76,7 @@ class FixedSchedule:
     def trim(self, num_drafts: int, bucket: int) -> int:
         return num_drafts
 
-    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float | None) -> None:
         pass
 
 
@@ -279,7 +280,7 @@ class AdaptivePlan:
                 return min(self._frozen_gamma(bucket), num_drafts)
             return self._gamma(min(num_drafts, self.state.reach(self.schedule.max_gamma)), bucket)
 
-    def observe(self, rounds: list[Round], num_tokens: float, seconds: float) -> None:
+    def observe(self, rounds: list[Round], num_tokens: float, seconds: float | None) -> None:
         width = max((each.num_drafts for each in rounds), default=0)
         with self.schedule.lock:
             state = self.state
@@ -290,6 +291,9 @@ class AdaptivePlan:
                     if self.judge is not None and len(self.judge.places) >= each.num_drafts:
                         state.sureness.observe(self.judge.places[: each.num_drafts], each.num_accepted)
                     state.acceptance[each.bucket].observe(each.num_drafts, each.num_accepted)
+            if seconds is None:
+                self.has_drafted = self.has_drafted or width > 0
+                return
             if width == 0 or self.has_drafted or self.costs_nothing:
                 state.costs.observe(width, seconds)
             if 0 not in state.costs.known:

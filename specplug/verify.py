@@ -8,6 +8,7 @@ Words: an *accepted* token is a draft token that was kept; the *recovered* token
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -121,7 +122,9 @@ def block_acceptance(
     ratio = target.gather(-1, chosen) / draft_probs.gather(-1, chosen).clamp(min=torch.finfo(draft_probs.dtype).tiny)
     # The weight is w_k = min(1, w_(k-1) p / q). In logarithms, sums that are held at 0 from above: each sum less the largest so far.
     # A dozen operations for any G, and in float64 with no more error than those that fp32 makes anyway.
-    sums = torch.nn.functional.pad(ratio.squeeze(-1).double().log().cumsum(-1), (1, 0))  # (B, G + 1)
+    logs = ratio.squeeze(-1).double().log()
+    running = torch.stack(list(accumulate(logs.unbind(-1))), dim=-1) if _no_sums(logs) else logs.cumsum(-1)
+    sums = torch.nn.functional.pad(running, (1, 0))  # (B, G + 1)
     weight = (sums - sums.cummax(-1).values).exp().to(target.dtype)
     before = weight[:, :-1]
     left = (before[..., None] * target - draft_probs).clamp_(min=0).sum(-1)  # (B, G)
@@ -239,12 +242,20 @@ def sample_by_inversion(probs: Tensor, generator: torch.Generator | None = None)
     have to be transformers' own. Rows need not sum to 1; one with a nan or inf, or
     with nothing above 0, gets -1, so that nobody has to wait to be told: whoever reads the tokens has to look, see `checked`.
     """
+    if _no_sums(probs):
+        return sample_unread(probs, generator)
     total = probs.cumsum(-1, dtype=torch.float64)
     point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device, generator=generator)
     # At most 1 - 2^-53, so the product is below the sum, also by rounding: the first sum above it is that of a token with a probability
     # above 0. No sum is above nan, inf, or 0 of 0.
     tokens = torch.searchsorted(total, point.mul_(total[:, -1:]), right=True).squeeze(1)
     return torch.where(tokens < probs.shape[-1], tokens, -1)
+
+
+def _no_sums(values: Tensor) -> bool:
+    """Whether running sums are refused: torch.use_deterministic_algorithms has no such sum of fractions on CUDA, where transformers' own
+    draws need none."""
+    return values.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 def checked(tokens: list[int]) -> list[int]:

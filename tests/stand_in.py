@@ -6,6 +6,7 @@ as a graph has it, operations over buffers without Python. Neither knows kernels
 """
 
 import contextlib
+import time
 import warnings
 
 import torch
@@ -87,6 +88,31 @@ def _inner(each):
     return each.inner if isinstance(each, OnDevice) else torch.device("cpu") if isinstance(each, torch.device) else each
 
 
+class Event:
+    """What was copied to pinned memory before it is there once it was waited for, and not before."""
+
+    def __init__(self, enable_timing=False):
+        self.timed, self.arriving, self.at = enable_timing, [], None
+
+    def record(self, stream=None):
+        self.arriving, Device.current.arriving = Device.current.arriving, []
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        assert self.at is not None
+        Device.current.wait("an event", warn=False)
+        while self.arriving:
+            to, values = self.arriving.pop()
+            to.copy_(values)
+
+    def wait(self, stream):
+        assert self.at is not None  # the device waits, not the host
+
+    def elapsed_time(self, end):
+        assert self.timed and end.timed and end.at >= self.at
+        return 1e3 * (end.at - self.at)
+
+
 class HostGenerator(torch.Generator):
     def __new__(cls, device="cpu"):
         return super().__new__(cls)
@@ -98,6 +124,10 @@ def _pinned(tensor):
     return pinned
 
 
+def _is_pinned(tensor):
+    return getattr(tensor, "is_pinned_for_stand_in", False)
+
+
 class Device(TorchDispatchMode):
     """Within it there is a CUDA device, for this thread. `waits`: why the host waited for it, one entry each time."""
 
@@ -106,6 +136,7 @@ class Device(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits, self.capturing, self.debug_mode = [], False, 0
+        self.arriving = []  # pinned memory that is being copied to, and what will be in it
         self._restore = contextlib.ExitStack()
 
     def __enter__(self):
@@ -119,6 +150,8 @@ class Device(TorchDispatchMode):
                 self._patch(torch.cuda, name, lambda *_, value=value: value)
             self._patch(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state())
             self._patch(torch, "Generator", HostGenerator)
+            self._patch(torch.cuda, "Event", Event)
+            self._patch(torch.cuda, "current_stream", lambda *_: None)
             self._patch(torch.cuda, "device", lambda *_: contextlib.nullcontext())
             self._patch(torch.cuda, "get_sync_debug_mode", lambda: self.debug_mode)
             self._patch(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "debug_mode", mode))
@@ -172,17 +205,17 @@ class Device(TorchDispatchMode):
                     module._buffers[name] = OnDevice(each)
         return model
 
-    def wait(self, reason):
+    def wait(self, reason, warn=True):
         if self.capturing:
             raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
         self.waits.append(reason)
-        if self.debug_mode == "warn":
+        if self.debug_mode == "warn" and warn:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     def upload(self, name, tensor, non_blocking):
         if self.capturing:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} of the host's tensor")
-        if not (non_blocking and getattr(tensor, "is_pinned_for_stand_in", False)):
+        if not (non_blocking and _is_pinned(tensor)):
             self.wait(f"{name} of the host's tensor")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -199,6 +232,12 @@ class Device(TorchDispatchMode):
             on_device = isinstance(args[0], OnDevice)
         if held and hosts and not name.startswith(MOVING):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got cuda:0 and cpu")
+        summed = held and name.startswith("aten.cumsum") and (kwargs.get("dtype") or args[0].dtype)
+        if summed and summed.is_floating_point and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        if name.startswith("aten.copy_") and held and not on_device and args[2:] == (True,) and _is_pinned(args[0]):
+            self.arriving.append((args[0], args[1].inner.clone()))
+            return args[0].fill_(-7)  # what is there meanwhile is nothing to go by
         if on_device and hosts:
             self.upload(name, hosts[0], kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
         elif held and (not on_device or any(each in name for each in WAITING)):

@@ -14,7 +14,7 @@ from specplug.cli import run_recipe
 from specplug.config import ConfigError, Model
 from specplug.models import load_model, random_model
 from specplug.settings import make_schedule
-from specplug.ways import ways_of
+from specplug.ways import Way, ways_of
 
 QUICK = ["recipe=bench", "recipe.limit=2", "recipe.repeats=1", "recipe.gammas=[0,2]", "sampling.max_new_tokens=12"]
 SHAPE = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: %d, num_attention_heads: 4, vocab_size: 1024, max_position_embeddings: 512}"
@@ -53,6 +53,19 @@ def test_all_ways_are_measured_in_turn(tmp_path):
     report = (tmp_path / "run" / "bench.md").read_text()
     assert "host reads a round" in report and "| first call |" in report
     assert "gamma 2" in report and "ynthetic" not in report and (tmp_path / "run" / "plots" / "bench.svg").exists()
+
+
+def test_a_way_of_transformers_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
+    """As its static cache may, which is compiled."""
+
+    def with_static(config, sides):
+        return ways_of(config, sides) | {bench.STATIC: Way(sides, None, {"cache_implementation": "of no kind"})}
+
+    monkeypatch.setattr("specplug.recipes.bench.ways_of", with_static)
+    ways = run(tmp_path / "run", "recipe.compare_assisted=false")["ways"]
+    assert list(ways) == [bench.PLAIN, "gamma 0", "gamma 2", bench.ADAPTIVE]
+    (said,) = [each.getMessage() for each in caplog.records if "left out" in each.getMessage()]
+    assert said.startswith(f"{bench.STATIC} is left out, it fails here: ")
 
 
 def ours(*overrides):

@@ -189,6 +189,13 @@ def drafting(model, do_sample=True, temperature=0.8, gamma=3, text=None):
     return session, programs[0], proposal
 
 
+def test_a_verdict_without_a_token_is_nothing_to_draft_behind(overlapping):
+    """Of probabilities that are nan; the host raises when it reads it."""
+    session, program, (_, _, _, _) = drafting(frozen(layers=1))
+    session.begin(torch.tensor([1]), torch.tensor([-1]))
+    assert session.begun is not None and program.function.first[0, 1] == 0
+
+
 def test_each_draft_of_a_replayed_loop_was_drawn_from_what_is_stated():
     """600 drafts by chi-square: a false alarm once in a million. The same graph each time."""
     model = frozen(layers=1)
@@ -291,6 +298,48 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
     del model, passes, again, each, plugin
     gc.collect()
     assert gone() is None
+
+
+def test_buffers_that_are_dropped_are_gone_at_once():
+    """With their graphs, and not when garbage is collected: a device's memory may be needed before."""
+    model = frozen()
+    drafter = noisy_copy(model, 0.02).requires_grad_(False)
+    gc.collect()
+    gc.disable()
+    try:
+        with specplug.attach(model, drafter, gamma=3, engine="rounds") as plugin:
+            model.generate(prompt(9), do_sample=False, max_new_tokens=30)
+            kept = [weakref.ref(each) for owner in (model, drafter) for each in fixed._IDLE[owner]]
+            assert len(kept) == 2 and all(any(each.graph for each in ref().programs.values()) for ref in kept)
+            plugin.detach()
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("padding", [[2, 2, 2], [2, 0, 3]])
+def test_each_row_takes_over_its_own(padding):
+    model, held = frozen(), DynamicCache()
+    model(torch.cat([prompt(9, seed=seed) for seed in range(3)]), use_cache=True, **{NAME: held})
+    passes = capture.Capture("capture").fixed(model)
+    passes.fill(held, padding)
+    for mine, theirs in zip(passes.cache.layers, held.layers, strict=True):
+        for b, left in enumerate(padding):
+            assert torch.equal(mine.keys[b, :, : 9 - left], theirs.keys[b, :, left:])
+            assert torch.equal(mine.values[b, :, : 9 - left], theirs.values[b, :, left:])
+
+
+def test_what_a_broken_call_left_does_not_come_out_of_later_ones():
+    """A nan behind the text is masked, and would be a nan in the sum all the same."""
+    model = frozen()
+    expected = model.generate(prompt(9), do_sample=False, max_new_tokens=20)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), gamma=3, engine="rounds") as plugin:
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(9), do_sample=False, max_new_tokens=20), expected)
+            for each in (model, plugin.drafter.model):
+                for kept in fixed._IDLE[each]:
+                    for tensor in kept.cache.tensors:
+                        tensor.fill_(float("nan"))
 
 
 def test_a_model_whose_weights_were_replaced_is_captured_anew():
@@ -590,6 +639,27 @@ def test_many_lists_of_processors_do_not_fill_the_memory(monkeypatch):
             model.generate(prompt(9), do_sample=True, temperature=0.5 + 0.1 * number, max_new_tokens=8)
         kept = fixed._IDLE[drafter]
         assert len(kept) == 1 and 2 <= len(kept[0].programs) <= 5
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rounds_before_the_capture_have_no_price(num_rows, monkeypatch):
+    """Without graphs they take several times as long, and a schedule would go by that for hundreds of rounds."""
+    monkeypatch.setattr(fixed, "USES_BEFORE", 4)
+    model = frozen()
+    model.generation_config.eos_token_id = None
+    prices = []
+
+    class Sees(FixedSchedule):
+        def observe(self, rounds, num_tokens, seconds):
+            prices.append(seconds)
+
+    given = dict(padded([9, 4, 6][:num_rows]), do_sample=False, max_new_tokens=30)
+    with specplug.attach(model, noisy_copy(model, 0.02).requires_grad_(False), schedule=Sees(2), engine="rounds"):
+        model.generate(**given)
+        assert prices[:4] == [None] * 4 and all(price > 0 for price in prices[4:8])
+        prices.clear()
+        model.generate(**given)
+        assert None not in prices[:6]
 
 
 def test_where_compiling_fails_passes_are_run_as_they_are(monkeypatch, caplog):

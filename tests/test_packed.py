@@ -40,6 +40,13 @@ def test_it_computes_what_transformers_computes(width):
         assert agree(packed.packed(module, *given, each, scaling=0.2), scaled)
 
 
+def test_one_position_with_a_mask_is_packed_where_transformers_would_copy(monkeypatch):
+    module, (*given, mask) = Module().eval(), inputs(1)
+    expected = sdpa_attention_forward(module, *given, mask)
+    monkeypatch.setattr(packed, "sdpa_attention_forward", None)
+    assert agree(packed.packed(module, *given, mask), expected)
+
+
 def test_models_that_give_the_mask_by_name_are_served():
     """As AFMoE does; names are those of transformers' own function."""
     module, (query, key, value, mask) = Module().eval(), inputs(5)

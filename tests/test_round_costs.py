@@ -2,15 +2,16 @@
 
 import pytest
 from conftest import make_model, noisy_copy, prompt
+from stand_in import Replayed
 
 import specplug
-from specplug import capture
+from specplug import capture, fixed
 from specplug.cli import run_recipe
 from specplug.config import ConfigError
 from specplug.drafters.build import make_drafter
 from specplug.drafters.lookup import LookupDrafter
 from specplug.drafters.model import ModelDrafter
-from specplug.round_costs import MOST_DRAFTS, RoundCosts, measure_rounds
+from specplug.round_costs import IN_A_TURN, MOST_DRAFTS, RoundCosts, measure_rounds
 
 
 def test_costs_are_positive_and_a_lookup_is_nearly_free(llama, llama_draft):
@@ -48,6 +49,18 @@ def test_a_text_as_long_as_the_context(length):
     costs = measure_rounds(model, ModelDrafter(draft), prompt(length), [8], repeats=8)
     assert costs.target[8] > 0
     assert all(each.ready for each in capture._KNOWN[model][1].values()) and capture._KNOWN[draft][1]
+
+
+def test_where_a_device_has_graphs_it_is_their_passes_that_are_timed(llama, llama_draft, monkeypatch):
+    monkeypatch.setitem(fixed.GRAPHS, "cpu", Replayed)
+    Replayed.made = Replayed.replays = 0
+    costs = measure_rounds(llama, ModelDrafter(llama_draft), prompt(20), [4], repeats=1)
+    assert costs.target[4] > 0 and costs.later_draft > 0
+    # The first use of each width is one that captures: one and five positions of the target, one of the draft.
+    assert Replayed.made == 3 and Replayed.replays == 2 * IN_A_TURN * (1 + 1 + MOST_DRAFTS)
+    for model in (llama, llama_draft):
+        assert fixed._IDLE.get(model)  # given back
+        fixed.release(model)
 
 
 def test_sums():

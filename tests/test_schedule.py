@@ -119,6 +119,22 @@ def test_the_same_measurements_give_the_same_decisions():
     assert runs[0] == runs[1]
 
 
+def test_of_a_round_without_a_price_acceptance_alone_is_learned():
+    schedule = AdaptiveSchedule()
+    plan, state = schedule.start(1, False), schedule.states[1]
+    for _ in range(3):
+        assert plan.next_gamma() == 0
+        plan.observe([Round(0, 0, 0)], 1, None)
+    assert not state.costs.known and plan.next_gamma() == 0  # what plain decoding costs is still to be seen
+    for _ in range(2):
+        plan.observe([Round(0, 0, 0)], 1, 1.0)
+    assert plan.next_gamma() == 1
+    plan.observe([Round(1, 1, 0)], 2, None)
+    assert state.account == 0 and set(state.costs.known) == {0} and state.acceptance[0].kept == [1.0]
+    plan.observe([Round(1, 1, 0)], 2, 1.1)
+    assert set(state.costs.known) == {0, 1}
+
+
 def test_frozen_estimates_do_not_change(tmp_path):
     schedule = AdaptiveSchedule(max_gamma=8)
     simulate(schedule, MACHINES["gpu"], 0.05, 0.9, 1000)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import letters, make_model, noisy_copy, prompt
-from stand_in import CUDA, Device, OnDevice
+from stand_in import CUDA, Device, Event, OnDevice
 
 import specplug
 from specplug import fixed, launches
 from specplug.cache import NAME
+from specplug.device import Read
 from specplug.drafters.cross_vocab import CrossVocabDrafter
+from specplug.drafters.fixed_model import FixedDraft
 from specplug.plugin import models_of
 from specplug.schedule import ConfidenceSchedule
 
@@ -165,6 +167,71 @@ def test_every_way_to_draft_runs_there(device, way, rows):
             again = target.generate(**there(given), **call, **SAMPLED, specplug={"seed": 5})
             assert sampled.shape == keyed.shape and keyed.tolist() == again.tolist()
             assert plugin.stats.num_calls == 5
+
+
+def test_the_verdict_is_asked_for_before_the_next_drafts_are(device, monkeypatch):
+    """The host waits for what the device was given before; drafts that come first would be waited for too."""
+    target, model = models()
+    expected = target.generate(prompt(9), max_new_tokens=24, do_sample=False).tolist()
+    device.put(target)
+    device.put(model)
+    done, begin = [], FixedDraft.begin
+    with specplug.attach(target, model, gamma=3, engine="rounds") as plugin:
+        for number in range(2):  # the first call also looks whether the models can be served
+            if number == 1:
+                for name in ("record", "synchronize"):
+                    own = getattr(Event, name)
+                    monkeypatch.setattr(Event, name, lambda *args, name=name, own=own: (done.append(name), own(*args)))
+                monkeypatch.setattr(FixedDraft, "begin", lambda *args: (done.append("begin"), begin(*args)))
+            found = target.generate(prompt(9).to(CUDA), max_new_tokens=24, do_sample=False)
+        assert plugin.last.num_rounds > 3
+    assert found.tolist() == expected
+    in_rounds = 3 * (plugin.last.num_rounds + 1)
+    assert done[:in_rounds] == ["record", "begin", "synchronize"] * (plugin.last.num_rounds + 1)
+    assert done[in_rounds:] == [
+        "record",
+        "record",
+    ]  # behind the call, for the next that gets the buffers of either model
+
+
+def test_what_is_read_before_it_is_there_is_not_what_it_will_be(device):
+    read = Read(torch.arange(3, device=CUDA))
+    assert not device.waits and read.values.tolist() == [-7] * 3
+    assert read.tolist() == [0, 1, 2] and device.waits == ["an event"]
+
+
+@pytest.mark.parametrize(("draft", "rows"), [("model", 1), ("model", 3), ("lookup", 1)])
+def test_seconds_of_passes_are_the_devices_and_nobody_waits_for_them(device, draft, rows):
+    target, model = models()
+    device.put(target)
+    given, call = (
+        there(padded([9] if rows == 1 else [5, 9, 7])),
+        dict(max_new_tokens=18, do_sample=False, pad_token_id=0),
+    )
+    drafter = device.put(model) if draft == "model" else draft
+    with specplug.attach(target, drafter, gamma=3, engine="rounds") as plugin:
+        plugin.synchronize = True
+        waits, _ = waits_a_round(device, plugin, lambda: target.generate(**given, **call))
+        last = plugin.last
+    assert waits == 1
+    assert last.seconds_target > 0 and (last.seconds_draft_forward > 0) == (draft == "model")
+    assert last.seconds_other > 0
+
+
+@pytest.mark.parametrize("verify", ["block", "token"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampling_by_deterministic_algorithms(device, verify, rows):
+    """Of which CUDA has none for running sums; as transformers' own loop, which needs none, ours goes on."""
+    target, model = models()
+    device.put(target)
+    given, call = there(padded([9] if rows == 1 else [5, 9, 7])), dict(do_sample=True, top_k=20, pad_token_id=0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with specplug.attach(target, device.put(model), gamma=3, engine="rounds", verify=verify) as plugin:
+            assert target.generate(**given, **call, max_new_tokens=12).shape == (rows, 21)
+        assert plugin.last.num_accepted > 0
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_what_a_call_may_ask_for(device):

@@ -18,7 +18,7 @@ from specplug.cache import new_draft_cache
 from specplug.capture import PLAIN
 from specplug.drafters import Request, RowProposals
 from specplug.drafters.forward import Forward, in_vocabulary
-from specplug.fixed import WIDTHS, Buffers, FixedPasses
+from specplug.fixed import WIDTHS, Buffers, FixedPasses, weakly
 from specplug.verify import sample_by_inversion
 
 # Where the host waits for a device, which can draft meanwhile.
@@ -46,14 +46,14 @@ class DraftLoop:
             if request.do_sample:
                 self.probs = torch.zeros((num_rows, gamma, request.vocab_size), device=device)
             self.two = torch.arange(2, device=device)
-        self.buffers, self.compiled = buffers, compiled
+        self.forward, self.compiled = weakly(buffers), compiled
         self.processors, self.vocab_size = request.processors, request.vocab_size
 
     def __call__(self) -> None:
         gamma = self.tokens.shape[1]
         new, positions = self.first, self.starts[:, None] + self.two
         for step in range(gamma):
-            logits = self.buffers.forward(new, positions, self.compiled)[:, -1]
+            logits = self.forward(new, positions, self.compiled)[:, -1]
             scores = warp.process_draft(
                 self.processors, self.first[:, :1], in_vocabulary(logits.float(), self.vocab_size)
             )
@@ -98,13 +98,13 @@ class FixedDraft(Forward):
         ready = begun is not None and begun == Begun(gamma, max(lengths.values()))
         if not ready:
             self._catch_up(own)
-        started, before = self._now(), self.request.capture.seconds
+        started, before = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():
             if self.loops:
                 tokens, probs = self._loop(own, gamma, ready)
             else:
                 tokens, probs = self._steps(own, gamma)
-        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
+        self.clock.add(started, self.request.capture.seconds - before)
         made = tokens.shape[1]
         for b in active:
             fed = max(made - 1, 0) if self.loops or made == gamma else made
@@ -127,13 +127,17 @@ class FixedDraft(Forward):
         furthest = text.shape[1] + drafts.shape[1] + 1
         if next_token.device != text.device or self.room(furthest, gamma) < gamma:
             return
+        started, captured = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():
             program = self._program(gamma, furthest)
             loop: DraftLoop = program.function
             before = torch.cat([text[:, -1:], drafts], dim=1).gather(1, num_accepted[:, None])
-            loop.first.copy_(torch.cat([before, next_token[:, None]], dim=1))
+            # -1 is what was drawn from no distribution, see verify.checked: the host raises when it reads it, and a device that had
+            # looked it up among embeddings could not be used again.
+            loop.first.copy_(torch.cat([before, next_token[:, None].clamp(min=0)], dim=1))
             loop.starts.copy_(text.shape[1] - 1 + num_accepted)
             self.fixed.run(program)
+        self.clock.add(started, self.request.capture.seconds - captured)
         self.num_steps += gamma
         self.begun = Begun(gamma, text.shape[1] + 1)  # and as many more as are kept, see observe
 

@@ -1,6 +1,5 @@
 """A draft model's passes in one call, and the draws from what they say."""
 
-import time
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from transformers import DynamicCache
 from specplug import warp
 from specplug.cache import NAME, new_draft_cache, prepare_for_crop
 from specplug.capture import MAX_WIDTH, Passes
+from specplug.device import Clock
 from specplug.drafters import Request
 from specplug.verify import race, sample_by_inversion
 
@@ -21,8 +21,12 @@ class Forward:
         self.model, self.max_length, self.request = drafter.model, drafter.max_length, request
         self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
         self.cache: DynamicCache | None = None
-        self.num_steps, self.seconds_forward = 0, 0.0
+        self.num_steps, self.clock = 0, Clock(drafter.model.device, request.time_forward)
         self._passes: Passes | None = None
+
+    @property
+    def seconds_forward(self) -> float:
+        return self.clock.seconds
 
     def room(self, length: int, gamma: int) -> int:
         """How many of `gamma` drafts fit behind a text of that length; the draft's context may be shorter than the target's."""
@@ -43,7 +47,7 @@ class Forward:
         if self.cache is None:
             self.cache = new_draft_cache(self.model.config)
         inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
-        started, before = self._now(), self.request.capture.seconds
+        started, before = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
             if padded:
                 logits = self.model(**inputs).logits
@@ -53,7 +57,7 @@ class Forward:
                     self._passes = self.request.capture.passes(self.model)
                 logits = self._passes(new, self.cache, lambda: self.model(**inputs).logits, given)
             logits = logits[:, -num:].float()
-        self.seconds_forward += self._now() - started - (self.request.capture.seconds - before)
+        self.clock.add(started, self.request.capture.seconds - before)
         self.num_steps += 1
         if first:
             prepare_for_crop(self.cache, roomy=not padded)
@@ -80,11 +84,6 @@ class Forward:
             return race(drawn_from, noise.of(rows, lengths, drawn_from))
         probs.append(drawn_from)
         return sample_by_inversion(drawn_from).clamp(min=0)  # of a broken draft anything
-
-    def _now(self) -> float:
-        if self.request.time_forward and self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
 
 
 def in_vocabulary(logits: Tensor, size: int) -> Tensor:

@@ -4,7 +4,8 @@
 #   SPECPLUG_SMOLLM2=model.gguf SPECPLUG_SPEC_BENCH=question.jsonl bash tests/gpu/run.sh OUT
 #
 # Needs the package installed. SPECPLUG_DRAFT: a distilled draft of the same target, left out if there is none.
-# LIMIT prompts (default 24), TOKENS new tokens each (default 128); DEVICE=cpu tries the script itself.
+# LIMIT prompts (default 24), TOKENS new tokens each (default 128); DEVICE=cpu tries the script itself. No run takes more than EACH
+# seconds (150), and none begins behind BUDGET seconds (420): one that is cut short reports what it has, as after Ctrl-C.
 set -euo pipefail
 out=$(realpath -m "${1:?give a folder for the results}")
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -13,16 +14,22 @@ limit=${LIMIT:-24}
 tokens=${TOKENS:-128}
 threads=${THREADS:-null}
 python=${PYTHON:-python}
+each=${EACH:-150}
+budget=${BUDGET:-420}
 export HF_HUB_OFFLINE=1
 mkdir -p "$out"
 cd "$out"
+# A shell that was started in the background ignores Ctrl-C, and what it starts does, too.
+limited=(timeout -s INT -k 20 "$each")
+! env --default-signal=INT true 2>/dev/null || limited+=(env --default-signal=INT)
 run() { # name, then what the command takes: one evaluation, its report in a folder of its own
   local name=$1
   shift
+  [ "$SECONDS" -lt "$budget" ] || { echo "$name: left out, the time is up"; return 0; }
   [[ " $* " == *" recipe=bench "* ]] || set -- recipe.trace=1 "$@"
-  "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
+  "${limited[@]}" "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
     || echo "$name: exit code $?, see $name.log"
-  tail -n 12 "$out/$name.log"
+  tail -n 12 "$out/$name.log" || true
 }
 
 "$python" - <<'PY' | tee environment.txt
@@ -31,19 +38,23 @@ print("torch", torch.__version__, "transformers", transformers.__version__)
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device")
 PY
 # What is captured, whether ids agree alone and in batches, host reads and launches of a round, with graphs and without.
-"$python" "$root/tests/gpu/check.py" check.json --device "$device" 2>check.log | tail -n 1 | cut -c1-2000 || echo "check: see check.log and check.json"
+for dtype in fp32 bf16; do
+  "${limited[@]}" "$python" "$root/tests/gpu/check.py" "check_$dtype.json" --device "$device" --dtype "$dtype" --repeats 3 \
+    2>"check_$dtype.log" | tail -n 1 | cut -c1-2000 || echo "check in $dtype: see check_$dtype.log and check_$dtype.json"
+done
 # The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
 run tiny_fp32 "draft.device=$device" "recipe.limit=$limit" "threads=$threads"
 run tiny_bf16 "draft.device=$device" "recipe.limit=$limit" "threads=$threads" target.dtype=bf16 draft.dtype=bf16
 run tiny_uncaptured "draft.device=$device" "recipe.limit=$limit" "threads=$threads" graph=off
 run tiny_sampled "draft.device=$device" "recipe.limit=$limit" "threads=$threads" sampling.temperature=0.7
-run bench_tiny recipe=bench "draft.device=$device" "recipe.limit=4" "threads=$threads"
+# Prompts of one length, since transformers' static cache is compiled for each.
+run bench_tiny recipe=bench "draft.device=$device" "recipe.limit=4" recipe.prompt_tokens=48 "threads=$threads"
 run bench_batch recipe=bench "draft.device=$device" recipe.batch_size=8 "recipe.limit=8" "threads=$threads"
 if [ "$device" != cpu ]; then
-  shapes=(recipe=bench pair=shape_llama8b_1b recipe.synthetic_alpha=0.8 sampling.temperature=1)
+  shapes=(recipe=bench pair=shape_llama8b_1b recipe.synthetic_alpha=0.8 sampling.temperature=1 recipe.prompt_tokens=128
+    sampling.max_new_tokens=96 "recipe.gammas=[2,4,8]")
   run bench_shapes "${shapes[@]}" recipe.limit=2
-  run bench_shapes_eager "${shapes[@]}" recipe.limit=1 graph=off
-  run bench_shapes_batch "${shapes[@]}" recipe.limit=32 recipe.batch_size=32
+  run bench_shapes_batch "${shapes[@]}" recipe.limit=32 recipe.batch_size=32 recipe.repeats=2
 fi
 
 if [ -s "${SPECPLUG_SMOLLM2:-}" ] && [ -s "${SPECPLUG_SPEC_BENCH:-}" ]; then
@@ -67,6 +78,7 @@ PY
 else
   echo "SPECPLUG_SMOLLM2 and SPECPLUG_SPEC_BENCH name no files: the embedded pair alone was run"
 fi
+[ "$device" = cpu ] || run bench_shapes_eager "${shapes[@]}" recipe.limit=1 recipe.repeats=1 graph=off
 for kind in tiny smollm2; do # each target's runs side by side
   folders=
   for each in "$out"/*/; do
