@@ -55,6 +55,7 @@ class Buffers:
         self.programs: dict[Hashable, Program] = {}
         self.shared: dict[str, Any] = {}  # among its graphs
         self.refused = False  # to be captured
+        self.used: Any = None  # behind the last call's work on the device; the next may be on another stream
 
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
         """A pass as it is, (B, W) and (B, W) -> (B, W, V): part of a program."""
@@ -295,6 +296,8 @@ def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, 
         for each in idle:
             if each.cache.num_rows == num_rows and each.cache.room == room:
                 idle.remove(each)
+                if each.used is not None:
+                    each.used.wait(torch.cuda.current_stream(each.cache.device))
                 each.cache.clear()
                 return each
     try:
@@ -305,6 +308,9 @@ def _take(model: PreTrainedModel, like: DynamicCache, num_rows: int, room: int, 
 
 
 def _leave(model: PreTrainedModel, buffers: Buffers) -> None:
+    if buffers.cache.device.type == "cuda":
+        buffers.used = torch.cuda.Event()
+        buffers.used.record(torch.cuda.current_stream(buffers.cache.device))
     with _LOCK:
         idle = _IDLE.setdefault(model, [])
         idle.append(buffers)

@@ -55,7 +55,14 @@ class CudaGraph:
             finally:
                 current.wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            _captured(program, self.graph, index, stream, shared["pool"])
+            # cuBLAS has a workspace for each stream, which a graph goes on writing to. So that it lies in the graph's own memory, and not in
+            # that of another graph on the same stream, which may go before this one, there is none when the capture begins, and none left
+            # for the next, as in torch's own graphs of compiled models.
+            torch._C._cuda_clearCublasWorkspaces()
+            try:
+                _captured(program, self.graph, index, stream, shared["pool"])
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
 
     def __call__(self) -> None:
         # In it, tensors of either kind may be written: torch's own for random numbers, where somebody else captured first.

@@ -136,15 +136,19 @@ class RaggedCache(Cache):
 
     def fill(self, cache: DynamicCache, padding: list[int]) -> None:
         """Take over what the pass over the prompts left, (B, H, T, D) each layer, with so much padding on each row's left."""
+        # Rows of one length at once: a row at a time is thousands of copies for a large batch.
+        places: list[tuple[Any, int]] = list(enumerate(padding))
+        if len(set(padding)) == 1:
+            places = [(slice(None), padding[0])]
         for layer, source in self._pairs(cache):
             length, first = source.keys.shape[2], 0
             if isinstance(source, DynamicSlidingWindowLayer):  # holds the last positions alone
                 first = source.get_seq_length() - length
-            for b, left in enumerate(padding):
+            for b, left in places:
                 skipped = max(left - first, 0)
                 start = first + skipped - left
                 for buffer, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                    buffer[b, :, start : start + length - skipped] = states[b, :, skipped:]
+                    buffer[b][..., start : start + length - skipped, :] = states[b][..., skipped:, :]
 
     def give_back(self, cache: DynamicCache, length: int, padding: int) -> None:
         """For one sequence: leave in `cache`, which holds its prompt, what plain decoding of so many positions behind so much

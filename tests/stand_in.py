@@ -105,6 +105,9 @@ class Event:
             to, values = self.arriving.pop()
             to.copy_(values)
 
+    def wait(self, stream):
+        assert self.at is not None  # the device waits, not the host
+
     def elapsed_time(self, end):
         assert self.timed and end.timed and end.at >= self.at
         return 1e3 * (end.at - self.at)

@@ -300,6 +300,18 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
     assert gone() is None
 
 
+@pytest.mark.parametrize("padding", [[2, 2, 2], [2, 0, 3]])
+def test_each_row_takes_over_its_own(padding):
+    model, held = frozen(), DynamicCache()
+    model(torch.cat([prompt(9, seed=seed) for seed in range(3)]), use_cache=True, **{NAME: held})
+    passes = capture.Capture("capture").fixed(model)
+    passes.fill(held, padding)
+    for mine, theirs in zip(passes.cache.layers, held.layers, strict=True):
+        for b, left in enumerate(padding):
+            assert torch.equal(mine.keys[b, :, : 9 - left], theirs.keys[b, :, left:])
+            assert torch.equal(mine.values[b, :, : 9 - left], theirs.values[b, :, left:])
+
+
 def test_what_a_broken_call_left_does_not_come_out_of_later_ones():
     """A nan behind the text is masked, and would be a nan in the sum all the same."""
     model = frozen()

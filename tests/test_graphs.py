@@ -23,6 +23,7 @@ class Fake:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.close_pool, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: self.log.append("release"), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: self.log.append("clear"), raising=False)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
         monkeypatch.setattr(graphs, "_STREAMS", {}, raising=False)
         monkeypatch.setattr(graphs, "_FAILED", [], raising=False)
@@ -93,10 +94,12 @@ def test_each_device_is_captured_on_a_stream_of_its_own(cuda):
             graph = graphs.CudaGraph(lambda: ran.append(cuda.current), torch.device("cuda", index), {})
             graph()
     assert ran == ["side of 0"] * 3 + ["side of 1"] * 6
-    assert cuda.log[:3] == [
+    assert cuda.log[:5] == [
         ("side of 0", "waits for", "default"),
         ("default", "waits for", "side of 0"),
+        "clear",  # so that workspaces are the graph's own
         ("capture on", "side of 0"),
+        "clear",
     ]
     assert cuda.current == "default" and cuda.index == 0
 

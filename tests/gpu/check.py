@@ -80,6 +80,23 @@ def of_a_failed_capture(device: torch.device) -> None:
     assert torch.isfinite(kept).all() and kept.min() >= 3 and kept.max() < 7, kept
 
 
+def of_a_graph_that_outlives_another(device: torch.device) -> None:
+    """A graph computes what it did when another one on its stream has gone, and writes nowhere else."""
+    weights, inputs = (torch.randn(rows, 4096, device=device, dtype=torch.bfloat16) for rows in (4096, 4))
+    made = torch.zeros(4, 4096, device=device, dtype=torch.bfloat16)
+    first, second = (CudaGraph(lambda: made.copy_(inputs @ weights), device, {}) for _ in range(2))
+    second()
+    expected = made.clone()
+    first.graph.reset()
+    del first
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = torch.zeros(1 << 28, device=device, dtype=torch.uint8)
+    made.zero_()
+    second()
+    assert torch.equal(made, expected) and not others.any(), "the memory of a graph"
+
+
 def kernels_of(call) -> dict[str, float]:
     """Milliseconds of the device by kernel, of those that take most: which attention was chosen is among their names."""
     spent: Counter = Counter()
@@ -131,7 +148,9 @@ def look(given: argparse.Namespace, found: dict) -> None:
     )  # fmt: skip
     model, tokenizer = load_target(config.target)
     there = torch.cuda.is_available()  # not only in name
-    for check in (of_random_numbers, of_a_failed_capture) if there and on_cuda else ():
+    for check in (
+        (of_random_numbers, of_a_failed_capture, of_a_graph_that_outlives_another) if there and on_cuda else ()
+    ):
         with noted(found, check.__doc__.splitlines()[0]):
             check(model.device)
     prompts = [encode(tokenizer, row, config, model) for row in load_rows(config.dataset, 8)]

@@ -19,12 +19,15 @@ budget=${BUDGET:-420}
 export HF_HUB_OFFLINE=1
 mkdir -p "$out"
 cd "$out"
+# A shell that was started in the background ignores Ctrl-C, and what it starts does, too.
+limited=(timeout -s INT -k 20 "$each")
+! env --default-signal=INT true 2>/dev/null || limited+=(env --default-signal=INT)
 run() { # name, then what the command takes: one evaluation, its report in a folder of its own
   local name=$1
   shift
   [ "$SECONDS" -lt "$budget" ] || { echo "$name: left out, the time is up"; return 0; }
   [[ " $* " == *" recipe=bench "* ]] || set -- recipe.trace=1 "$@"
-  timeout -s INT -k 20 "$each" "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
+  "${limited[@]}" "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
     || echo "$name: exit code $?, see $name.log"
   tail -n 12 "$out/$name.log" || true
 }
@@ -36,7 +39,7 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA de
 PY
 # What is captured, whether ids agree alone and in batches, host reads and launches of a round, with graphs and without.
 for dtype in fp32 bf16; do
-  timeout -k 20 "$each" "$python" "$root/tests/gpu/check.py" "check_$dtype.json" --device "$device" --dtype "$dtype" --repeats 3 \
+  "${limited[@]}" "$python" "$root/tests/gpu/check.py" "check_$dtype.json" --device "$device" --dtype "$dtype" --repeats 3 \
     2>"check_$dtype.log" | tail -n 1 | cut -c1-2000 || echo "check in $dtype: see check_$dtype.log and check_$dtype.json"
 done
 # The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
@@ -52,7 +55,6 @@ if [ "$device" != cpu ]; then
     sampling.max_new_tokens=96 "recipe.gammas=[2,4,8]")
   run bench_shapes "${shapes[@]}" recipe.limit=2
   run bench_shapes_batch "${shapes[@]}" recipe.limit=32 recipe.batch_size=32 recipe.repeats=2
-  run bench_shapes_eager "${shapes[@]}" recipe.limit=1 recipe.repeats=1 graph=off
 fi
 
 if [ -s "${SPECPLUG_SMOLLM2:-}" ] && [ -s "${SPECPLUG_SPEC_BENCH:-}" ]; then
@@ -76,6 +78,7 @@ PY
 else
   echo "SPECPLUG_SMOLLM2 and SPECPLUG_SPEC_BENCH name no files: the embedded pair alone was run"
 fi
+[ "$device" = cpu ] || run bench_shapes_eager "${shapes[@]}" recipe.limit=1 recipe.repeats=1 graph=off
 for kind in tiny smollm2; do # each target's runs side by side
   folders=
   for each in "$out"/*/; do
