@@ -78,6 +78,19 @@ def run_pass(model: Any, ids: Tensor, positions: Tensor, cache: RaggedCache) -> 
     return logits
 
 
+def weakly(buffers: Buffers) -> Callable[[Tensor, Tensor, bool], Tensor]:
+    """Their `forward`, for a program, which they keep: else both would stay, and the device's memory with them, until the next collection
+    of garbage, which may also come in the middle of a capture."""
+    weak = weakref.WeakMethod(buffers.forward)
+
+    def forward(ids: Tensor, positions: Tensor, compiled: bool) -> Tensor:
+        own = weak()
+        assert own is not None  # who runs a program has its buffers
+        return own(ids, positions, compiled)
+
+    return forward
+
+
 class Pass:
     """One pass of a fixed width: `ids`, (B, W), at `starts`, (B,), and what follows, to `logits`, (B, W, V)."""
 
@@ -88,10 +101,10 @@ class Pass:
             self.starts = torch.zeros(num_rows, dtype=torch.long, device=device)
             self.steps = torch.arange(width, device=device)
         self.logits: Tensor | None = None
-        self.buffers, self.compiled = buffers, compiled
+        self.forward, self.compiled = weakly(buffers), compiled
 
     def __call__(self) -> None:
-        logits = self.buffers.forward(self.ids, self.starts[:, None] + self.steps, self.compiled)
+        logits = self.forward(self.ids, self.starts[:, None] + self.steps, self.compiled)
         if self.logits is None:
             with torch.inference_mode(False):
                 self.logits = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -300,6 +300,23 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
     assert gone() is None
 
 
+def test_buffers_that_are_dropped_are_gone_at_once():
+    """With their graphs, and not when garbage is collected: a device's memory may be needed before."""
+    model = frozen()
+    drafter = noisy_copy(model, 0.02).requires_grad_(False)
+    gc.collect()
+    gc.disable()
+    try:
+        with specplug.attach(model, drafter, gamma=3, engine="rounds") as plugin:
+            model.generate(prompt(9), do_sample=False, max_new_tokens=30)
+            kept = [weakref.ref(each) for owner in (model, drafter) for each in fixed._IDLE[owner]]
+            assert len(kept) == 2 and all(any(each.graph for each in ref().programs.values()) for ref in kept)
+            plugin.detach()
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("padding", [[2, 2, 2], [2, 0, 3]])
 def test_each_row_takes_over_its_own(padding):
     model, held = frozen(), DynamicCache()

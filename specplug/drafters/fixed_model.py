@@ -18,7 +18,7 @@ from specplug.cache import new_draft_cache
 from specplug.capture import PLAIN
 from specplug.drafters import Request, RowProposals
 from specplug.drafters.forward import Forward, in_vocabulary
-from specplug.fixed import WIDTHS, Buffers, FixedPasses
+from specplug.fixed import WIDTHS, Buffers, FixedPasses, weakly
 from specplug.verify import sample_by_inversion
 
 # Where the host waits for a device, which can draft meanwhile.
@@ -46,14 +46,14 @@ class DraftLoop:
             if request.do_sample:
                 self.probs = torch.zeros((num_rows, gamma, request.vocab_size), device=device)
             self.two = torch.arange(2, device=device)
-        self.buffers, self.compiled = buffers, compiled
+        self.forward, self.compiled = weakly(buffers), compiled
         self.processors, self.vocab_size = request.processors, request.vocab_size
 
     def __call__(self) -> None:
         gamma = self.tokens.shape[1]
         new, positions = self.first, self.starts[:, None] + self.two
         for step in range(gamma):
-            logits = self.buffers.forward(new, positions, self.compiled)[:, -1]
+            logits = self.forward(new, positions, self.compiled)[:, -1]
             scores = warp.process_draft(
                 self.processors, self.first[:, :1], in_vocabulary(logits.float(), self.vocab_size)
             )
