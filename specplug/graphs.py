@@ -46,10 +46,8 @@ class CudaGraph:
                 _STREAMS[index] = torch.cuda.Stream()
             stream = _STREAMS[index]
             stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(
-                    stream
-                ):  # libraries set themselves up in the first runs, which must not be captured
+            try:  # libraries set themselves up in the first runs, which must not be captured
+                with torch.cuda.stream(stream):
                     for _ in range(2):
                         program()
             finally:
@@ -74,14 +72,12 @@ def _captured(program: Callable[[], None], graph: Any, index: int, stream: Any, 
     """Capture; where that fails, raise what the program raised, and close what torch leaves open: its stream, its allocator's pool,
     and, before torch 2.13, the generator, which would refuse to draw from then on."""
     raised: Exception | None = None
-    began = False
     try:
         # Other threads may allocate and wait for streams meanwhile. The outer one puts the stream back, which torch's does not.
         with (
             torch.cuda.stream(stream),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            began = True
             try:
                 program()
             except Exception as error:
@@ -89,17 +85,16 @@ def _captured(program: Callable[[], None], graph: Any, index: int, stream: Any, 
                 raise
     except Exception as error:
         _FAILED.append(graph)
-        if began:
-            with contextlib.suppress(Exception):  # it is closed already
-                torch._C._cuda_endAllocateToPool(index, pool)
-                torch._C._cuda_releasePool(index, pool)
-            with contextlib.suppress(Exception):  # a capture that ends well closes the generator
-                small = torch.cuda.CUDAGraph()
-                with (
-                    torch.cuda.stream(stream),
-                    torch.cuda.graph(small, stream=stream, capture_error_mode="thread_local"),
-                ):
-                    torch.zeros(1, device=torch.device("cuda", index))
+        with contextlib.suppress(Exception):  # it is closed already
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        with contextlib.suppress(Exception):  # a capture that ends well closes the generator
+            small = torch.cuda.CUDAGraph()
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(small, stream=stream, capture_error_mode="thread_local"),
+            ):
+                torch.zeros(1, device=torch.device("cuda", index))
         raise (raised or error) from None
 
 
