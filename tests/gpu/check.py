@@ -97,6 +97,19 @@ def of_a_graph_that_outlives_another(device: torch.device) -> None:
     assert torch.equal(made, expected) and not others.any(), "the memory of a graph"
 
 
+def of_seeds(model, config, batch: dict, call: dict) -> None:
+    """Where transformers' own draws are followed, sampled ids are those of plain decoding from the same seed."""
+
+    def sampled() -> list[int]:
+        torch.manual_seed(3)
+        return model.generate(**batch, **call).tolist()
+
+    plain = sampled()
+    for rule, engine in (("walk", "rounds"), ("block", "lookahead")):
+        with specplug.attach(model, config=config, schedule=FixedSchedule(4), verify=rule, engine=engine):
+            assert sampled() == plain, f"verify={rule}, engine={engine}"
+
+
 def kernels_of(call) -> dict[str, float]:
     """Milliseconds of the device by kernel, of those that take most: which attention was chosen is among their names."""
     spent: Counter = Counter()
@@ -156,6 +169,14 @@ def look(given: argparse.Namespace, found: dict) -> None:
     prompts = [encode(tokenizer, row, config, model) for row in load_rows(config.dataset, 8)]
     model.generation_config.eos_token_id = None
     call = dict(do_sample=False, max_new_tokens=given.tokens, pad_token_id=0)
+    if given.dtype == "fp32":  # in bf16 rounding parts draws by the same numbers
+        with noted(found, "ids of one seed"):
+            of_seeds(
+                model,
+                config,
+                together(prompts[:1]),
+                call | {"do_sample": True, "max_new_tokens": min(given.tokens, 32)},
+            )
     for rows in given.rows:
         batch = together(prompts[:rows])
         plain = model.generate(**batch, **call)
