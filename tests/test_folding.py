@@ -7,7 +7,7 @@ import torch
 from conftest import make_model, prompt
 
 import specplug
-from specplug import capture, folding
+from specplug import capture, folding, recording
 
 
 def traced(function, *inputs):
@@ -102,7 +102,7 @@ def test_recordings_of_models_are_folded(kind, monkeypatch):
         graphs.append((graph, real(graph, inputs, others)))
         return graphs[-1][1]
 
-    monkeypatch.setattr(capture, "folded", noted)
+    monkeypatch.setattr(recording, "folded", noted)
     model = make_model(kind, seed=5)
     with specplug.attach(model, "lookup", gamma=3) as plugin:
         plugin.record_after = 0
