@@ -5,7 +5,8 @@
 #
 # Needs the package installed. SPECPLUG_DRAFT: a distilled draft of the same target, left out if there is none.
 # LIMIT prompts (default 24), TOKENS new tokens each (default 128); DEVICE=cpu tries the script itself. No run takes more than EACH
-# seconds (150), and none begins behind BUDGET seconds (420): one that is cut short reports what it has, as after Ctrl-C.
+# seconds (150) or goes on behind BUDGET seconds (440), and none begins in the last 15 of these: one that is cut short reports what it
+# has, as after Ctrl-C.
 set -euo pipefail
 out=$(realpath -m "${1:?give a folder for the results}")
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -15,19 +16,23 @@ tokens=${TOKENS:-128}
 threads=${THREADS:-null}
 python=${PYTHON:-python}
 each=${EACH:-150}
-budget=${BUDGET:-420}
+budget=${BUDGET:-440}
 export HF_HUB_OFFLINE=1
 mkdir -p "$out"
 cd "$out"
 # A shell that was started in the background ignores Ctrl-C, and what it starts does, too.
-limited=(timeout -s INT -k 20 "$each")
-! env --default-signal=INT true 2>/dev/null || limited+=(env --default-signal=INT)
+heeding=()
+! env --default-signal=INT true 2>/dev/null || heeding=(env --default-signal=INT)
+limited() { # a command, for as long as there is time
+  local left=$((budget - SECONDS))
+  timeout -s INT -k 20 "$((left < each ? left : each))" "${heeding[@]}" "$@"
+}
 run() { # name, then what the command takes: one evaluation, its report in a folder of its own
   local name=$1
   shift
-  [ "$SECONDS" -lt "$budget" ] || { echo "$name: left out, the time is up"; return 0; }
+  [ "$SECONDS" -lt "$((budget - 15))" ] || { echo "$name: left out, the time is up"; return 0; }
   [[ " $* " == *" recipe=bench "* ]] || set -- recipe.trace=1 "$@"
-  "${limited[@]}" "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
+  limited "$python" -m specplug.cli "target.device=$device" "hydra.run.dir=$out/$name" "$@" >"$out/$name.json" 2>"$out/$name.log" \
     || echo "$name: exit code $?, see $name.log"
   tail -n 12 "$out/$name.log" || true
 }
@@ -39,7 +44,7 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA de
 PY
 # What is captured, whether ids agree alone and in batches, host reads and launches of a round, with graphs and without.
 for dtype in fp32 bf16; do
-  "${limited[@]}" "$python" "$root/tests/gpu/check.py" "check_$dtype.json" --device "$device" --dtype "$dtype" --repeats 3 \
+  limited "$python" "$root/tests/gpu/check.py" "check_$dtype.json" --device "$device" --dtype "$dtype" --repeats 3 \
     2>"check_$dtype.log" | tail -n 1 | cut -c1-2000 || echo "check in $dtype: see check_$dtype.log and check_$dtype.json"
 done
 # The embedded pair: ids equal to plain generate in fp32, nothing but ties in bf16.
