@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import os
 import shutil
 
@@ -81,6 +82,18 @@ def letters(alphabet: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     )
+
+
+@pytest.fixture
+def quiet():
+    """What a fuzzer's calls warn of is not said."""
+    import fuzz  # which imports this module
+
+    logger = logging.getLogger("specplug")
+    before = logger.level
+    fuzz.quiet()
+    yield
+    logger.setLevel(before)  # other tests read what is logged
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import string
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -518,31 +519,34 @@ def run(seed: int, cases: range, bar=None) -> tuple[list[str], dict[str, int]]:
     return failures, served
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=500)
+def command(
+    doc: str, num_cases: int, judge: Callable[[dict], str | None], run: Callable, right: str, wrong: str
+) -> int:
+    """The command line of a fuzzer; returns the exit code. `judge`: what is wrong with a case. `right`, `wrong`: how that is called."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=num_cases)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--json", default=None, help="run the case that is written here")
     options = parser.parse_args()
     quiet()
     if options.json is not None:
-        found = difference(json.loads(options.json))
-        print(found or "agrees")
+        found = judge(json.loads(options.json))
+        print(found or right)
         return found is not None
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     cases = range(options.cases) if options.case is None else range(options.case, options.case + 1)
     started = time.perf_counter()
 
     def bar(number, failures):
-        print(f"\r{number + 1}/{len(cases)}, {len(failures)} differ", end="", file=sys.stderr, flush=True)
+        print(f"\r{number + 1}/{cases.stop}, {len(failures)} {wrong}", end="", file=sys.stderr, flush=True)
 
     failures, served = run(seed, cases, bar)
     print(file=sys.stderr)
     for failure in failures[:10]:
         print(failure)
     seconds = time.perf_counter() - started
-    print(f"seed {seed}: {len(cases)} cases, {len(failures)} differ, {served}, {seconds:.0f} s")
+    print(f"seed {seed}: {len(cases)} cases, {len(failures)} {wrong}, {served}, {seconds:.0f} s")
     return bool(failures)
 
 
@@ -555,4 +559,4 @@ def quiet() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, 500, difference, run, "agrees", "differ"))

@@ -9,18 +9,16 @@ calls are held against it by chi-square tests. A case that looks odd (p < 1/50) 
 the fresh counts have p < 1e-7: by chance, one case in ten million.
 """
 
-import argparse
 import itertools
 import json
 import random
 import sys
-import time
 from unittest import mock
 
 import torch
 import transformers
 from conftest import EOS, PAD, letters, noisy_copy
-from fuzz import ARCHITECTURES, CAUSAL, quiet
+from fuzz import ARCHITECTURES, CAUSAL, command
 from scipy.stats import chisquare
 from transformers import LogitsProcessor
 
@@ -316,32 +314,5 @@ def run(seed: int, cases: range, bar=None, calls: int = CALLS) -> tuple[list[str
     return failures, served
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--case", type=int, default=None, help="run this one alone")
-    parser.add_argument("--json", default=None, help="run the case that is written here")
-    options = parser.parse_args()
-    quiet()
-    if options.json is not None:
-        found, _ = judge(json.loads(options.json))
-        print(found or "has the law of the target")
-        return found is not None
-    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    cases = range(options.cases) if options.case is None else range(options.case, options.case + 1)
-    started = time.perf_counter()
-
-    def bar(place, failures):
-        print(f"\r{place + 1}/{cases.stop}, {len(failures)} wrong", end="", file=sys.stderr, flush=True)
-
-    failures, served = run(seed, cases, bar)
-    print(file=sys.stderr)
-    for failure in failures[:10]:
-        print(failure)
-    print(f"seed {seed}: {len(cases)} cases, {len(failures)} wrong, {served}, {time.perf_counter() - started:.0f} s")
-    return bool(failures)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, 100, lambda case: judge(case)[0], run, "has the law of the target", "wrong"))

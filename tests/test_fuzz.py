@@ -1,6 +1,5 @@
 """Random calls with and without the plugin; see fuzz.py, which is a command too."""
 
-import logging
 import random
 
 import fuzz
@@ -11,13 +10,7 @@ import specplug.lookahead
 CASES = 500
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("specplug")
-    before = logger.level
-    fuzz.quiet()
-    yield
-    logger.setLevel(before)  # other tests read what is logged
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_random_calls_agree(capsys):

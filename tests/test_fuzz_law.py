@@ -1,6 +1,5 @@
 """Random sampled calls have the law of plain `generate`; see fuzz_law.py, which is a command too."""
 
-import logging
 import random
 
 import fuzz_law
@@ -11,13 +10,7 @@ from specplug import verify
 SEED, CASES = 5, 6
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("specplug")
-    before = logger.level
-    fuzz_law.quiet()
-    yield
-    logger.setLevel(before)  # other tests read what is logged
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_random_calls_have_the_law_of_the_target():

@@ -58,9 +58,7 @@ class Request:
     min_confidence: float = 0.0  # stop before a token where the draft is less sure than this, see ConfidenceSchedule
     criterion: str = "probability"
     cache: Any = None  # the target's, where one sequence is decoded: it holds all of the text but the last token
-    time_forward: bool = (
-        False  # have the device note when forward passes begin and end, so that their seconds are right
-    )
+    time_forward: bool = False  # have the device note when forward passes begin and end, for their seconds
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
     alone: bool = True  # the session is for all of the call's sequences; else there is one for each
