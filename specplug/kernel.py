@@ -11,15 +11,15 @@ from torch's by rounding, as torch's own do between batch shapes, and do not dep
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from specplug.choices import Kernel
 from specplug.config import first_line
+from specplug.swapping import entered, modules_of
 
 log = logging.getLogger(__name__)
 
@@ -57,23 +57,6 @@ def swapped(kernel: str, *models: Any) -> Iterator[bool]:
         yield bool(modules)
 
 
-@contextlib.contextmanager
-def entered(modules: Sequence[nn.Module], enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Iterator[None]:
-    """Within it each of the modules was given to `enter`; then those are given to `leave`, also where an `enter` raised."""
-    done = []
-    try:
-        with _ENTERING:
-            for module in modules:
-                enter(module)
-                done.append(module)
-        yield
-    finally:
-        with _ENTERING:
-            for module in done:
-                leave(module)
-
-
-_ENTERING = threading.Lock()
 # Modules of models that several threads decode with at once: how many of them are inside.
 _INSIDE: dict[nn.Module, int] = {}
 
@@ -82,9 +65,13 @@ class FewRows(nn.Linear):
     """What a layer is while a call is decoded. A copy of it, or what is read back from a pickle, is a plain layer."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
-            return nn.functional.linear(input, self.weight, self.bias)
-        return torch.ops.specplug.few_rows(input, self.weight, self.bias)
+        weight: Any = self._parameters["weight"]  # past the look-ups of a module's own, here and below
+        bias = self._parameters["bias"]
+        # A prompt's pass need not take the way through an operator, which is there for recordings: they are for any width.
+        many = input.shape[:-1].numel() > MAX_ROWS and torch._C._get_tracing_state() is None
+        if many or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return nn.functional.linear(input, weight, bias)
+        return torch.ops.specplug.few_rows(input, weight, bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), vars(self)
@@ -92,7 +79,7 @@ class FewRows(nn.Linear):
 
 def _enter(module: nn.Module) -> None:
     _INSIDE[module] = _INSIDE.get(module, 0) + 1
-    module.__class__ = FewRows
+    object.__setattr__(module, "__class__", FewRows)
 
 
 def _leave(module: nn.Module) -> None:
@@ -100,21 +87,22 @@ def _leave(module: nn.Module) -> None:
     if not _INSIDE[module]:
         del _INSIDE[module]
         if type(module) is FewRows:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            object.__setattr__(module, "__class__", nn.Linear)
 
 
 def _served(*models: Any) -> list[nn.Linear]:
-    return [module for model in models for module in model.modules() if _serves(module)]
+    return [module for model in models for module in modules_of(model) if _serves(module)]
 
 
-def _serves(module: Any) -> bool:
+def _serves(module: nn.Module) -> TypeGuard[nn.Linear]:
     """A plain linear layer: no subclass (quantized, an adapter's), no hooks, no forward of somebody else's."""
     if type(module) not in (nn.Linear, FewRows) or "forward" in vars(module):
         return False
-    weight, bias = module.weight, module.bias
+    weight: Any = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
     return (
         type(weight) is nn.Parameter
-        and weight.device.type == "cpu"
+        and weight.is_cpu
         and weight.dtype in DTYPES
         and weight.is_contiguous()
         and weight.numel() >= MIN_WEIGHTS

@@ -10,6 +10,7 @@ Served: attention modules of transformers with sdpa, on any device. What they ar
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specplug.attention import own_sdpa
 from specplug.capture import MAX_WIDTH
-from specplug.kernel import entered
+from specplug.swapping import entered, modules_of
 
 NAME = "specplug_packed"
 
@@ -59,8 +60,9 @@ def packed(
 def swapped(kernel: str, *models: Any) -> Iterator[None]:
     """Within it, the attention of `models` is packed where it is served, unless `kernel` is "torch"."""
     served = kernel != "torch" and own_sdpa()
-    modules = [each for model in models for each in model.modules() if _serves(each)] if served else []
-    with entered(modules, _enter, _leave):
+    modules = [each for model in models for each in modules_of(model) if _serves(each)] if served else []
+    copies: dict[int, Any] = {}  # by config, which the modules of a model share
+    with entered(modules, functools.partial(_enter, copies), _leave):
         yield
 
 
@@ -68,12 +70,14 @@ def swapped(kernel: str, *models: Any) -> Iterator[None]:
 _INSIDE: dict[nn.Module, tuple[int, Any]] = {}
 
 
-def _enter(module: Any) -> None:
+def _enter(copies: dict[int, Any], module: Any) -> None:
     count, config = _INSIDE.get(module, (0, module.config))
     if not count:
-        AttentionInterface.register(NAME, packed)
-        module.config = copy.copy(config)
-        module.config._attn_implementation_internal = NAME
+        if id(config) not in copies:
+            AttentionInterface.register(NAME, packed)
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)]._attn_implementation_internal = NAME
+        module.config = copies[id(config)]
     _INSIDE[module] = count + 1, config
 
 
@@ -89,7 +93,7 @@ def _leave(module: Any) -> None:
 
 def _serves(module: Any) -> bool:
     """An attention module that asks its config for the function, and shares keys and values among queries."""
-    groups = getattr(module, "num_key_value_groups", 1)
+    groups = vars(module).get("num_key_value_groups", 1)
     if not isinstance(groups, int) or groups < 2 or not type(module).__module__.startswith("transformers."):
         return False
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
