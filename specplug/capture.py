@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +87,16 @@ class Passes:
     """The passes of one model in one call, on one sequence without padding."""
 
     def __init__(self, capture: Capture, model: PreTrainedModel) -> None:
-        self._capture, self._model = capture, model
+        self._capture, self.model = capture, model
         self._uses_before = USES_BEFORE if capture.uses_before is None else capture.uses_before
-        self._recordings, self._weights = recordings_of(model, capture.graph)
+        self._recordings, self.weights = recordings_of(model, capture.graph)
+
+    def recording(self, key: Hashable, inference: bool, most: int) -> Recording | None:
+        """Of the model as it is. None where it is not to be recorded, or there are so many recordings already, and not this one."""
+        known = self._recordings
+        if known is None or (len(known) >= most and (key, inference) not in known):
+            return None
+        return known[key, inference]
 
     def __call__(
         self, ids: Tensor, cache: Any, ordinary: Callable[[], Tensor], given: Mapping[str, Tensor] | None = None
@@ -100,32 +107,48 @@ class Passes:
         `attention_mask`, (1, 1, W, T + W), where the ids are not one behind another.
         """
         width = ids.shape[1]
-        if self._recordings is None or width > MAX_WIDTH or not _served(cache):
+        if self._recordings is None or width > MAX_WIDTH or not served(cache):
             return ordinary()
         inputs = _inputs(ids, cache, given)
         mask = None if inputs[2] is inputs[1] else inputs[2].dtype
         recording = self._recordings[mask, torch.is_inference_mode_enabled()]
         rooms: Rooms = cache.layers[0].rooms
         if width in recording.ready:
-            return recording.run([*inputs, *rooms.lengthen(width)], self._weights)
+            logits: Tensor = recording.run([*inputs, *rooms.lengthen(width)], self.weights)
+            return logits
+        make = functools.partial(record, self.model)
+        return self.compared(recording, width, inputs, cache, make, lambda: [ordinary()])[0]
+
+    def compared(
+        self,
+        recording: Recording,
+        width: int,
+        inputs: list[Tensor],
+        cache: Any,
+        make: Callable[[Rooms, list[Tensor]], Any],
+        ordinary: Callable[[], list[Tensor]],
+    ) -> list[Tensor]:
+        """What `ordinary` makes, of `inputs` and of what the cache holds, to which it adds `width` positions, as long as the recording
+        is not ready for that. On the way there it is made, by `make`, of the inputs and of keys and values with room, and compared."""
         started = time.perf_counter()
-        replayed = None
+        replayed: Any = None
+        rooms: Rooms = cache.layers[0].rooms
         recording.uses += 1
         if recording.uses > self._uses_before and not recording.refused:
             rooms.make_room(1)
-            held = rooms.held(cache.get_seq_length())
-            aside = [torch.nn.functional.pad(each, (0, 0, 0, width)) for each in held]  # that a mistake may spoil
-            given_all = [*inputs, *aside]
             length = cache.get_seq_length()
-            replayed = recording.prepare(
-                lambda: record(self._model, given_all, rooms), length, given_all, self._weights
-            )
+            aside = [
+                torch.nn.functional.pad(each, (0, 0, 0, width)) for each in rooms.held(length)
+            ]  # that a mistake may spoil
+            given = [*inputs, *aside]
+            replayed = recording.prepare(lambda: make(rooms, given), length, given, self.weights)
         over = time.perf_counter()
-        logits = ordinary()
+        found = ordinary()
         self._capture.seconds += over - started
         if replayed is not None:
-            recording.check(width, [replayed, *aside], [logits, *rooms.held(cache.get_seq_length())])
-        return logits
+            parts = [replayed] if isinstance(replayed, Tensor) else list(replayed)
+            recording.check(width, [*parts, *aside], [*found, *rooms.held(cache.get_seq_length())])
+        return found
 
 
 class GivenLayer(DynamicLayer):
@@ -153,7 +176,7 @@ class GivenLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def record(model: PreTrainedModel, inputs: list[Tensor], rooms: Rooms) -> Any:
+def record(model: PreTrainedModel, rooms: Rooms, inputs: list[Tensor]) -> Any:
     """A function of `inputs`, see `_inputs`, with keys and values as `rooms` has them, and of the weights, that returns logits.
 
     Raises as `trace`.
@@ -199,7 +222,8 @@ def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) 
     return [ids, positions, seen[None, None]]
 
 
-def _served(cache: Any) -> bool:
+def served(cache: Any) -> bool:
+    """Whether passes over what it holds may be recorded: full layers alone, with room behind them."""
     layers = cache.layers
     return bool(layers) and type(layers[0]) is RoomyLayer and len(layers[0].rooms.layers) == len(layers)
 

@@ -24,7 +24,8 @@ from specplug.folding import folded
 log = logging.getLogger(__name__)
 
 # What is decided there depends on whether there is one position or several, and a mask, which is the same in every replay.
-DECIDED_BY_MASK = ("sdpa_attention.py", "masking_utils.py", "specplug/packed.py")
+# Processors compare what they were given with the size of the vocabulary.
+DECIDED_BEFORE = ("sdpa_attention.py", "masking_utils.py", "specplug/packed.py", "generation/logits_process.py")
 
 RECORDING = threading.Lock()
 
@@ -39,9 +40,7 @@ class Recording:
         self.ready: set[Any] = set()  # widths, and numbers of rows, at which it was right
         self.refused = False
 
-    def prepare(
-        self, make: Callable[[], Any], length: int, inputs: list[Tensor], weights: list[nn.Parameter]
-    ) -> Tensor | None:
+    def prepare(self, make: Callable[[], Any], length: int, inputs: list[Tensor], weights: list[nn.Parameter]) -> Any:
         """Record, or return a replay that is to be compared. `length`: positions before those of the pass."""
         with RECORDING:
             try:
@@ -55,15 +54,14 @@ class Recording:
                 self._refuse(first_line(error))
             return None
 
-    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> Tensor:
-        """Logits; keys and values of each layer are in the inputs then."""
+    def run(self, inputs: list[Tensor], weights: list[nn.Parameter]) -> Any:
+        """Logits, or whatever was recorded; keys and values of each layer are in the inputs then."""
         # Without torch's rewriting of recordings: it takes time again and again, and what it fuses rounds otherwise. This is
         # `torch.jit.optimized_execution(False)`, which as a context manager costs more than an operation of a small draft.
         before = torch._C._get_graph_executor_optimize()
         torch._C._set_graph_executor_optimize(False)
         try:
-            logits: Tensor = self.replay(*inputs, *weights)
-            return logits
+            return self.replay(*inputs, *weights)
         except RuntimeError as error:
             raised = as_raised(error)
             if raised is error:
@@ -103,13 +101,13 @@ def as_raised(error: RuntimeError) -> BaseException:
 
 
 def trace_with_weights(
-    model: PreTrainedModel, forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Tensor]
+    model: PreTrainedModel, forward: Callable[..., Any], inputs: list[Tensor], others: list[Tensor]
 ) -> Any:
     """`trace` of a `forward` that runs the model, as a function of `inputs` and of the model's weights, in the order of
     `named_parameters`: so a recording stays right where they are replaced by others."""
     names, weights = zip(*model.named_parameters(), strict=True)
 
-    def with_weights(*given: Tensor) -> Tensor:
+    def with_weights(*given: Tensor) -> Any:
         num = len(given) - len(names)
         with _reparametrize_module(model, dict(zip(names, given[num:], strict=True)), tie_weights=True):
             return forward(*given[:num])
@@ -117,7 +115,7 @@ def trace_with_weights(
     return trace(with_weights, [*inputs, *weights], [*others, *weights])
 
 
-def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Tensor]) -> Any:
+def trace(forward: Callable[..., Any], inputs: list[Tensor], others: list[Tensor]) -> Any:
     """A function of the same inputs that does what `forward` does with these, written down by torch's tracer.
 
     `others`: the same with other sizes wherever sizes may be others. Raises ValueError if `forward` decides anything by what it sees.
@@ -128,7 +126,7 @@ def trace(forward: Callable[..., Tensor], inputs: list[Tensor], others: list[Ten
         graph, _ = torch._C._create_graph_by_tracing(forward, tuple(inputs), lambda _: "", True, False, None, [])
         recording = torch._C._create_function_from_graph("forward", folded(graph, inputs, others))
     for each in caught:
-        if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BY_MASK):
+        if issubclass(each.category, TracerWarning) and not each.filename.endswith(DECIDED_BEFORE):
             raise ValueError(f"{each.filename}, line {each.lineno}: {first_line(each.message)}")  # type: ignore[arg-type]
     return recording
 

@@ -244,11 +244,15 @@ def sample_by_inversion(probs: Tensor, generator: torch.Generator | None = None)
     """
     if _no_sums(probs):
         return sample_unread(probs, generator)
+    return invert(probs, torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device, generator=generator))
+
+
+def invert(probs: Tensor, point: Tensor) -> Tensor:
+    """The same with random numbers that were drawn before, (B, 1) in float64, at least 0 and below 1."""
     total = probs.cumsum(-1, dtype=torch.float64)
-    point = torch.rand((len(probs), 1), dtype=torch.float64, device=probs.device, generator=generator)
-    # At most 1 - 2^-53, so the product is below the sum, also by rounding: the first sum above it is that of a token with a probability
-    # above 0. No sum is above nan, inf, or 0 of 0.
-    tokens = torch.searchsorted(total, point.mul_(total[:, -1:]), right=True).squeeze(1)
+    # They are at most 1 - 2^-53, so the product is below the sum, also by rounding: the first sum above it is that of a token with a
+    # probability above 0. No sum is above nan, inf, or 0 of 0.
+    tokens = torch.searchsorted(total, point * total[:, -1:], right=True).squeeze(1)
     return torch.where(tokens < probs.shape[-1], tokens, -1)
 
 

@@ -6,12 +6,15 @@ of a round at once. Everything else is called one position at a time, on the pre
 in order, exactly as plain decoding calls it; `round.py` sees to that.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import transformers.generation.logits_process as library
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
+
+from specplug.capture import PLAIN
 
 
 class Only(LogitsProcessor):
@@ -75,6 +78,23 @@ def _with_padding(processor: Any, padding: int | None) -> Any:
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         return library.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
     return processor
+
+
+def key_of(processors: LogitsProcessorList) -> Hashable | None:
+    """What a recording with these pointwise processors in it depends on; None if there are others, or some that hold more than plain values."""
+    if not all_pointwise(processors):
+        return None
+    found: list[Any] = []
+    for each in processors:
+        values = sorted(vars(each).items())
+        if type(each) is Only:
+            values = [
+                ("silent", id(each.silent))
+            ]  # the same for all calls with one drafter, and kept by what was recorded
+        if any(type(value) not in PLAIN for _, value in values):
+            return None
+        found.append((type(each), *values))
+    return tuple(found)
 
 
 def process(processors: LogitsProcessorList, prefix: Tensor, logits: Tensor) -> Tensor:

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from specplug import warp
 from specplug.cache import new_draft_cache
-from specplug.capture import PLAIN
 from specplug.drafters import Request, RowProposals
 from specplug.drafters.forward import Forward, in_vocabulary
 from specplug.fixed import WIDTHS, Buffers, FixedPasses, weakly
@@ -272,15 +270,5 @@ def _key(request: Request) -> Hashable | None:
     """What a loop of drafts depends on, None if it cannot be one program."""
     if request.noise is not None or request.judge is not None or request.min_confidence:
         return None
-    processors: LogitsProcessorList = request.processors
-    if not warp.all_pointwise(processors):
-        return None
-    found: list[Any] = [request.do_sample, request.vocab_size]
-    for each in processors:
-        values = sorted(vars(each).items())
-        if type(each) is warp.Only:
-            values = [("silent", id(each.silent))]  # the same for all calls with one drafter, and kept by the program
-        if any(type(value) not in PLAIN for _, value in values):
-            return None
-        found.append((type(each), *values))
-    return tuple(found)
+    processors = warp.key_of(request.processors)
+    return None if processors is None else (request.do_sample, request.vocab_size, processors)

@@ -22,7 +22,8 @@ class Forward:
         self.takes_positions, self.takes_keep = drafter.takes_positions, drafter.takes_keep
         self.cache: DynamicCache | None = None
         self.num_steps, self.clock = 0, Clock(drafter.model.device, request.time_forward)
-        self._passes: Passes | None = None
+        self.passes: Passes | None = None
+        self.num_logits = 0  # of its own vocabulary, as the last pass had them
 
     @property
     def seconds_forward(self) -> float:
@@ -36,8 +37,9 @@ class Forward:
         """Feed new tokens (B, N); returns fp32 logits of the next token, (B, V) with V of the target."""
         return self._logits(new, 1, padded, **inputs)[:, 0]
 
-    def _logits(self, new: Tensor, num: int, padded: bool = False, **inputs: Any) -> Tensor:
-        """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding."""
+    def _logits(self, new: Tensor, num: int, padded: bool = False, recorded: bool = True, **inputs: Any) -> Tensor:
+        """The same behind each of the last `num` tokens, (B, num, V). `padded`: several sequences, some with padding. `recorded`: by a
+        recording, where there may be one."""
         # The last ones' logits are enough. A recording has all of them, and is compared with passes that do; what is never
         # recorded, a prompt among them, may be long.
         never = padded or self.cache is None or new.shape[1] > MAX_WIDTH
@@ -49,18 +51,19 @@ class Forward:
         inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
         started, before = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
-            if padded:
+            if padded or not recorded:
                 logits = self.model(**inputs).logits
             else:
                 given = inputs if "attention_mask" in inputs else None
-                if self._passes is None:
-                    self._passes = self.request.capture.passes(self.model)
-                logits = self._passes(new, self.cache, lambda: self.model(**inputs).logits, given)
+                if self.passes is None:
+                    self.passes = self.request.capture.passes(self.model)
+                logits = self.passes(new, self.cache, lambda: self.model(**inputs).logits, given)
             logits = logits[:, -num:].float()
         self.clock.add(started, self.request.capture.seconds - before)
         self.num_steps += 1
         if first:
             prepare_for_crop(self.cache, roomy=not padded)
+        self.num_logits = logits.shape[-1]
         return in_vocabulary(logits, self.request.vocab_size)
 
     def _draw(self, scores: Tensor, probs: list[Tensor], rows: list[int], lengths: list[int]) -> Tensor | None:

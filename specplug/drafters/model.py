@@ -19,6 +19,7 @@ from specplug.drafters import OfSessions, OneRow, Proposal, Request, RowProposal
 from specplug.drafters.fixed_model import FixedDraft
 from specplug.drafters.forward import Forward
 from specplug.drafters.growth import Growth
+from specplug.drafters.step import Step
 from specplug.fixed import why_not
 from specplug.models import context_length
 from specplug.tree import Shape, Tree, attention_mask
@@ -71,24 +72,28 @@ class ModelSession(Forward):
         super().__init__(drafter, request)
         self.num_cached = 0  # leading tokens of the text whose keys and values are in the cache
         self.num_text = 0  # length of the text without the drafts last proposed
+        self._step: Step | None = None
 
     def propose(self, ids: Tensor, gamma: int) -> Proposal:
         device = self.model.device
         text = ids.to(device)
         self.num_text = text.shape[1]
-        tokens: list[Tensor] = []
+        tokens: list[Tensor] = []  # (1, 1) each
         probs: list[Tensor] = []
         needs_text = not warp.all_pointwise(self.request.processors)
         new = text[:, self.num_cached :]  # the first pass catches up with all that was committed since
         self.num_cached = self.num_text - new.shape[1]
         for _ in range(self.room(self.num_text, gamma)):
-            logits = self._forward(new)
+            if new.shape[1] == 1 and self._recorded():
+                token = self._by_step(new, probs)
+            else:
+                scores = warp.process_draft(self.request.processors, text, self._forward(new))
+                drawn = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
+                token = None if drawn is None else drawn[:, None]
             self.num_cached += new.shape[1]
-            scores = warp.process_draft(self.request.processors, text, logits)
-            token = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
             if token is None:
                 break
-            new = token[:, None]
+            new = token
             tokens.append(new)
             if needs_text:
                 text = torch.cat([text, new], dim=1)
@@ -96,6 +101,35 @@ class ModelSession(Forward):
             return Proposal(ids.new_empty((1, 0)), None)
         drafted = torch.cat(tokens, dim=1).to(ids.device)
         return Proposal(drafted, torch.stack(probs, dim=1).to(ids.device) if probs else None)
+
+    def _recorded(self) -> bool:
+        """Whether a step over one token may be a recording."""
+        if self._step is None:
+            if self.passes is None:
+                return False  # the text is not read yet
+            self._step = Step(
+                self.request, self.passes, lambda new: self._logits(new, 1, recorded=False)[:, 0], self.num_logits
+            )
+        return self._step.serves(self.cache)
+
+    def _by_step(self, new: Tensor, probs: list[Tensor]) -> Tensor | None:
+        """The draft behind `new`, (1, 1), and what it was drawn from; None if the judge does not want it."""
+        assert self._step is not None
+        num_steps, started, before = self.num_steps, self.clock.now(), self.request.capture.seconds
+        with torch.inference_mode():
+            drawn = self._step(new, self.cache)
+        if self.num_steps == num_steps:  # it was not a pass of Python's, which counts itself
+            self.num_steps += 1
+            self.clock.add(started, self.request.capture.seconds - before)
+        if (
+            drawn.highest is not None
+            and self.request.judge is not None
+            and not self.request.judge(drawn.highest.item())
+        ):
+            return None
+        if drawn.probs is not None:
+            probs.append(drawn.probs)
+        return drawn.token
 
     def observe(self, num_accepted: int) -> None:
         """The cache holds the drafts that were fed, which the last one was not; keep those that the target kept."""
