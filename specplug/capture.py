@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 GRAPHS = tuple(each.value for each in Graph)
 MAX_WIDTH = 64
+ROOM = 256  # positions; masks are made for a whole multiple of them
 # A recording costs about twenty passes and saves a third of one: it is made where there were so many that as many again are
 # likely.
 USES_BEFORE = 16
@@ -214,12 +215,24 @@ def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) 
     if given is not None:
         return [ids, given["position_ids"], given["attention_mask"]]
     width, length = ids.shape[1], cache.layers[0].get_seq_length()
-    positions = torch.arange(length, length + width, device=ids.device)[None]
+    room = length + -length % ROOM  # for the texts of many rounds
+    positions = _positions(room, ids.device)[:, length : length + width]
     if width == 1:  # may look at everything: no mask, and something in its place
         return [ids, positions, positions]
-    # Each may look at itself and at what is before it.
-    seen = torch.ones((width, length + width), dtype=torch.bool, device=ids.device).tril_(length)
-    return [ids, positions, seen[None, None]]
+    return [ids, positions, _seen(width, room, ids.device)[:, :, :, room - length :]]
+
+
+@functools.lru_cache(4)
+@torch.inference_mode(False)
+def _positions(room: int, device: torch.device) -> Tensor:
+    return torch.arange(room + MAX_WIDTH, device=device)[None]
+
+
+@functools.lru_cache(32)
+@torch.inference_mode(False)
+def _seen(width: int, room: int, device: torch.device) -> Tensor:
+    """(1, 1, W, R + W): each of the last `width` positions may look at itself and at what is before it. Of a shorter text, the end."""
+    return torch.ones((width, room + width), dtype=torch.bool, device=device).tril_(room)[None, None]
 
 
 def served(cache: Any) -> bool:

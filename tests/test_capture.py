@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -400,3 +401,18 @@ def test_recordings_take_no_memory_once_their_model_is_gone():
         del model
         held.append(memory_mb())
     assert held[4] - held[1] < 20, held
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257])
+@pytest.mark.parametrize("width", [1, 2, 17, capture.MAX_WIDTH])
+def test_positions_and_what_they_see(length, width):
+    """Of masks that are made for texts of many lengths."""
+    ids, cache = (
+        torch.zeros((1, width), dtype=torch.long),
+        SimpleNamespace(layers=[SimpleNamespace(get_seq_length=lambda: length)]),
+    )
+    given, positions, seen = capture._inputs(ids, cache)
+    assert given is ids and positions.tolist() == [list(range(length, length + width))]
+    if width > 1:
+        expected = torch.arange(length + width) <= torch.arange(length, length + width)[:, None]
+        assert torch.equal(seen, expected[None, None])
