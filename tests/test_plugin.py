@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 import specplug
 from specplug import hook
 from specplug.cache import NAME
+from specplug.trace import Trace
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -368,6 +369,36 @@ def test_settings_of_one_call(target, draft):
         ):
             with pytest.raises(ValueError, match=said):
                 target.generate(prompt(), specplug=wrong, **GREEDY)
+
+
+def test_a_call_that_is_refused_says_so_and_one_that_is_interrupted_says_by_what_it_was_served(target, draft):
+    two = torch.cat([prompt(), prompt(seed=1)])
+    refused = [
+        ({"engine": "rounds"}, {"inputs": two, "num_return_sequences": 1, "return_dict_in_generate": True}),
+        ({"gamma": -1}, {"inputs": prompt()}),
+        ({"seed": 1}, {"inputs": prompt()}),  # greedy
+        (
+            {"seed": 1, "engine": "plain"},
+            {"inputs": prompt(), "do_sample": True, "return_dict_in_generate": True, "output_scores": True},
+        ),
+    ]
+    with specplug.attach(target, draft, gamma=3) as plugin:
+        for settings, arguments in refused:
+            with pytest.raises(ValueError) as error:
+                target.generate(**{**GREEDY, **arguments}, specplug=settings)
+            assert plugin.last.engine == "refused" and plugin.last.reason == str(error.value)
+            assert plugin.last.num_new_tokens == 0
+        plugin.trace = Trace()
+        with pytest.raises(ValueError, match="records one sequence"):
+            target.generate(two, **GREEDY)
+        assert plugin.last.engine == "refused" and "records one sequence" in plugin.last.reason
+        plugin.trace = None
+        for engine in ("rounds", "lookahead", "plain"):
+            with pytest.raises(RuntimeError):
+                target.generate(
+                    prompt(), logits_processor=[Raises(RuntimeError())], specplug={"engine": engine}, **GREEDY
+                )
+            assert plugin.last.engine == engine
 
 
 def test_detach_during_a_call_lets_it_finish(target, draft):
