@@ -436,6 +436,39 @@ def test_beam_search_and_assistants_are_left_alone(target, draft, caplog):
     assert sum("beam search" in record.message for record in caplog.records) == 1
 
 
+def test_a_plugin_as_a_processor_is_no_draft_of_an_assistant(target, draft, caplog):
+    """The assistant drafts in a loop of its own, under the processors of the call."""
+    plugin = specplug.SpeculativeProcessor(draft)
+    with caplog.at_level(logging.WARNING, "specplug"):
+        ours = target.generate(prompt(), assistant_model=draft, logits_processor=[plugin], **GREEDY)
+    assert torch.equal(ours, target.generate(prompt(), assistant_model=draft, **GREEDY))
+    assert plugin.last is None and "left to transformers" in caplog.text
+    target.generate(prompt(), logits_processor=[plugin], **GREEDY)
+    assert plugin.last.num_accepted > 0
+
+
+class WritesInPlace(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids.shape[1]] += 9.0
+        return scores
+
+
+@pytest.mark.parametrize("settings", [{"gamma": 4}, {"gamma": 4, "verify": "walk"}, {"tree": [2, 2, 1]}], ids=str)
+def test_logits_are_those_that_a_processor_left(target, draft, settings):
+    """transformers keeps the logits that it gave the processors, and one may write into them."""
+    call = {"logits_processor": [WritesInPlace()], "return_dict_in_generate": True, "output_logits": True}
+    for do_sample in (False, "verify" in settings):
+        call |= {"max_new_tokens": 20, "do_sample": do_sample}
+        torch.manual_seed(0)
+        plain = target.generate(prompt(), **call)
+        torch.manual_seed(0)
+        with specplug.attach(target, draft, engine="rounds", **settings) as plugin:
+            ours = target.generate(prompt(), **call)
+        assert plugin.last.num_draft_tokens > 0 and torch.equal(ours.sequences, plain.sequences)
+        for theirs, each in zip(plain.logits, ours.logits, strict=True):
+            assert torch.allclose(theirs, each, atol=1e-4)
+
+
 def test_configuration_of_a_draft_model_without_rollback_is_refused(target):
     from transformers import MambaConfig, MambaForCausalLM
 
