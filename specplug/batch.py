@@ -72,7 +72,20 @@ def why_not_batch(
         return (
             f"{type(model).__name__} takes no position_ids, and would count those of a row that falls behind as padding"
         )
+    if model_kwargs.get("token_type_ids") is not None:
+        return "the batch has token_type_ids"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not _from_zero(positions, torch.ones_like(input_ids) if mask is None else mask):
+        return "the batch has position_ids of its own"
     return None
+
+
+def _from_zero(positions: Tensor, mask: Tensor) -> bool:
+    """Does each row of (B, T) count from 0, behind its padding?"""
+    if positions.shape not in (mask.shape, mask[:1].shape):
+        return False
+    usual = mask.long().cumsum(1) - 1
+    return bool(((positions == usual) | (usual < 0)).all())
 
 
 class Row:
@@ -136,7 +149,7 @@ def decode_batch(
 
     capture = capture or Capture()
     fixed: FixedPasses | None = None
-    if why_not_fixed(model, capture.graph, len(rows)) is None and model_kwargs.get("token_type_ids") is None:
+    if why_not_fixed(model, capture.graph, len(rows)) is None:
         fixed = capture.fixed(model)
         fixed.fill(cache, padding)
     held = list(rows)  # rows in the cache

@@ -21,8 +21,11 @@ from specplug.lookahead import Lookahead
 from specplug.stats import Call
 
 LOOP = "_sample"  # transformers' decoding loop
+ASSISTED = (
+    "_assisted_decoding"  # its loop with an assistant, which drafts in a loop of its own, with the caller's processors
+)
 EXTRACT = "_extract_generation_mode_kwargs"  # where `generate` sorts out what a custom_generate gets
-MAX_DEPTH = 12  # frames between the loop and a processor in its list
+MAX_DEPTH = 12  # frames between the loop and a processor in its list, and between the two loops
 
 # `generate` gives a custom_generate those of its arguments that the signature names and its own loop does not.
 SIGNATURE = inspect.Signature(
@@ -40,11 +43,11 @@ def arm(plugin: Any, input_ids: Tensor) -> None:
     The prompt's pass is over then, and its cache filled. The loop gives no sign when it ends, nor when it raises; but its
     generation config, a copy made for this call alone, dies with it.
     """
-    frame = _loop_frame()
-    if frame is None:
-        plugin.warn_once("beam search and other loops are left to transformers, without drafts; num_beams=1 uses them")
+    frame = _caller(sys._getframe(2), LOOP)
+    if frame is not None and id(frame) in plugin._loops:
         return
-    if id(frame) in plugin._loops:
+    if frame is None or _caller(frame, ASSISTED) is not None:
+        plugin.warn_once("beam search and other loops are left to transformers, without drafts; num_beams=1 uses them")
         return
     names = frame.f_locals
     model, config, model_kwargs = names.get("self"), names.get("generation_config"), names.get("model_kwargs")
@@ -116,10 +119,10 @@ def _disarm(plugin: Any, key: int, interception: Any, lookahead: Any, call: Call
     plugin.count(call)
 
 
-def _loop_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
+def _caller(frame: FrameType | None, name: str) -> FrameType | None:
+    """The first frame with this function's name, from `frame` on."""
     for _ in range(MAX_DEPTH):
-        if frame is None or frame.f_code.co_name == LOOP:
+        if frame is None or frame.f_code.co_name == name:
             return frame
         frame = frame.f_back
     return None

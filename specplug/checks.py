@@ -4,8 +4,11 @@ each: the key, what was given, what is allowed, what to do. No torch in here.
 What a single recipe alone can say about its growth is in growth_bench.py.
 """
 
+import math
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from specplug import growth_bench
 from specplug.config import (
@@ -85,8 +88,23 @@ def check(config: Config) -> None:
     if config.tracker is not TrackerName.none and not measures:
         found.append(f"tracker={config.tracker.name}: nothing reads it with recipe={choice(config.recipe)}")
     found += of_shapes(config) + of_recipe(config)
+    said = {problem.partition("=")[0] for problem in found}
+    found += [each for each in not_finite("", config) if each.partition("=")[0] not in said]
     if found:
         raise ConfigError("\n".join(found))
+
+
+def not_finite(path: str, values: Any) -> list[str]:
+    """Numbers that would be no JSON in the files of a run, and that no figure can be made of."""
+    if isinstance(values, float) and not math.isfinite(values):
+        return [f"{path}={values}: must be a finite number"]
+    if not is_dataclass(values):
+        return []
+    return [
+        problem
+        for each in fields(values)
+        for problem in not_finite(f"{path}.{each.name}".lstrip("."), getattr(values, each.name))
+    ]
 
 
 def of_schedule(config: Config) -> list[str]:

@@ -308,9 +308,9 @@ class Output:
         if self.scores is not None:
             self.scores += (emitted.scores,)
         if self.logits is not None:
-            self.logits += (logits[:, emitted.node].clone(),)
+            self.logits += (logits[:, emitted.node].clone() if emitted.logits is None else emitted.logits,)
         if self.trace is not None:
-            self.trace.emit(*emitted)
+            self.trace.emit(emitted.token, emitted.origin, emitted.scores, emitted.node)
         stop = self.stopping.should_stop(self.text, emitted.token, self.scores)
         if self.streamer is not None:
             # (1,), on the CPU, as plain decoding does

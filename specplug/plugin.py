@@ -28,7 +28,7 @@ from specplug.attention import why_not_attention
 from specplug.batch import decode_batch
 from specplug.cache import get_cache
 from specplug.capture import GRAPHS, Capture
-from specplug.config import Config, choice
+from specplug.config import Config, choice, first_line
 from specplug.decode import decode, why_not_at_all, why_not_rounds
 from specplug.drafters import Drafter, members_of
 from specplug.drafters.build import make_drafter
@@ -61,7 +61,7 @@ class SpeculativeProcessor(LogitsProcessor):
 
     Attributes:
         stats: counts of all calls since the start or `reset_stats()`.
-        last: counts of the last call, its `engine` and the `reason` for it; None before the first.
+        last: counts of the last call, its `engine` ("refused" if it was) and the `reason` for it; None before the first.
         trace: None, or a `specplug.trace.Trace` in which the next call of one sequence records its rounds.
     """
 
@@ -180,17 +180,21 @@ class SpeculativeProcessor(LogitsProcessor):
     ) -> Any:
         """Stand in for the loop `plain`, which is transformers' `_sample` with the model bound."""
         call = Call(num_calls=1)
-        if self.trace is not None and len(input_ids) > 1:
-            raise ValueError(
-                f"this plugin's trace records one sequence, and the call has {len(input_ids)}; trace = None"
-            )
         processors = LogitsProcessorList(p for p in logits_processor if not isinstance(p, SpeculativeProcessor))
         given = LoopInputs(
             input_ids, processors, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
         )
         try:
+            if self.trace is not None and len(input_ids) > 1:
+                raise ValueError(
+                    f"this plugin's trace records one sequence, and the call has {len(input_ids)}; trace = None"
+                )
             settings = Settings(self.schedule, self.engine, None).of_call(hook.call_settings())
             return self._decode(call, settings, _keyed(settings, given), model, plain, given)
+        except BaseException as error:
+            if call.engine == "refused":
+                call.reason = first_line(error)
+            raise
         finally:
             self.count(call)
 
@@ -198,14 +202,25 @@ class SpeculativeProcessor(LogitsProcessor):
         self, call: Call, settings: Settings, keyed: Keyed | None, model: Any, plain: Any, given: LoopInputs
     ) -> Any:
         """Choose the engine and run it. `keyed`: the noise of a call with a seed."""
-        call.engine, call.reason = self._choose(settings, model, given)
+        engine, reason = self._choose(settings, model, given)
         schedule = settings.schedule
-        if schedule.tree is not None and call.engine != "plain":
-            reason = why_chains(call.engine, len(given.input_ids), model, get_cache(given.model_kwargs))
-            if reason is not None:
-                self._say_chains(settings, reason)
+        if schedule.tree is not None and engine != "plain":
+            no_tree = why_chains(engine, len(given.input_ids), model, get_cache(given.model_kwargs))
+            if no_tree is not None:
+                self._say_chains(settings, no_tree)
                 schedule = without_tree(schedule)
-                call.reason = f"{call.reason}; chains, not trees: {reason}"
+                reason = f"{reason}; chains, not trees: {no_tree}"
+        if (
+            keyed is not None
+            and engine != "rounds"
+            and given.config.return_dict_in_generate
+            and given.config.output_scores
+        ):
+            raise ValueError(
+                f"seed={keyed.seed} with output_scores=True: this call goes through transformers' loop"
+                f" ({reason}), where a seed takes the place of the scores; ask for output_logits, or leave one out"
+            )
+        call.engine, call.reason = engine, reason
         if call.engine == "rounds":
             return self._in_rounds(call, schedule, keyed, model, given)
         return self._in_their_loop(call, schedule, keyed, model, plain, given)
@@ -235,11 +250,6 @@ class SpeculativeProcessor(LogitsProcessor):
         input_ids, processors, criteria, config, synced_gpus, streamer, model_kwargs = given
         mask, choosing, drawing = model_kwargs.get("attention_mask"), processors, config
         if keyed is not None:
-            if config.return_dict_in_generate and config.output_scores:
-                raise ValueError(
-                    f"seed={keyed.seed} with output_scores=True: this call goes through transformers' loop"
-                    f" ({call.reason}), where a seed takes the place of the scores; ask for output_logits, or leave one out"
-                )
             choosing = LogitsProcessorList([*processors, Chooser(keyed, left_padding(input_ids, mask))])
             drawing = copy.copy(config)
             drawing.do_sample = False  # nothing is left to draw, and the stream is not touched

@@ -28,6 +28,9 @@ class Emitted(NamedTuple):
     origin: Literal["accepted", "recovered", "bonus"]
     scores: Tensor  # (1, V) processed
     node: int  # where it was found: how many drafts are before it, or in a tree the node behind which it stands
+    logits: Tensor | None = (
+        None  # (1, V) there, where processors may have written into them: what output_logits then has
+    )
 
 
 class Text:
@@ -103,10 +106,11 @@ def verify_in_order(
     num_drafts = proposal.tokens.shape[1]
     for i in range(num_drafts + 1):
         # A copy: a processor may write into the logits it is given, as plain decoding lets it.
-        scores = warp.process(processors, text.ids, logits[:, i].clone())  # (1, V)
+        given = logits[:, i].clone()
+        scores = warp.process(processors, text.ids, given)  # (1, V)
         if i == num_drafts:
             token = sample(warp.to_probs(scores)) if do_sample else scores.argmax(-1)
-            yield Emitted(int(token), "bonus", scores, i)
+            yield Emitted(int(token), "bonus", scores, i, given)
             return
         draft = proposal.tokens[:, i : i + 1]  # (1, 1)
         if do_sample:
@@ -118,7 +122,7 @@ def verify_in_order(
         else:
             token = scores.argmax(-1)
             accepted = bool(token == draft[0])
-        yield Emitted(int(token), "accepted" if accepted else "recovered", scores, i)
+        yield Emitted(int(token), "accepted" if accepted else "recovered", scores, i, given)
         if not accepted:
             return
 
@@ -139,17 +143,19 @@ def verify_by_walk(
     if stateless:
         at_once = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
     drafts = proposal.tokens[0].tolist()
-    scores = logits[:, 0]
+    scores, given = logits[:, 0], None
 
     def draw(node: int) -> int:
-        nonlocal scores
+        nonlocal scores, given
         if at_once is not None:
             scores = at_once[:, node]
         else:
-            scores = warp.process(processors, text.ids, logits[:, node].clone())
+            given = logits[:, node].clone()
+            scores = warp.process(processors, text.ids, given)
         return int(choose(warp.to_probs(scores)))
 
-    yield from _walked(drafts, draw, lambda node: scores)
+    for emitted in _walked(drafts, draw, lambda node: scores):
+        yield emitted._replace(logits=given)
 
 
 def _walked(drafts: list[int], draw: Callable[[int], int], scores: Callable[[int], Tensor]) -> Iterator[Emitted]:
@@ -178,10 +184,12 @@ def verify_in_tree(
     tree, tokens = proposal.tree, proposal.tokens[0].tolist()
     assert tree is not None
     scores: dict[int, Tensor] = {}  # (1, V) processed, by node
+    given: dict[int, Tensor] = {}  # (1, V) what they were made from
 
     def look_at(node: int) -> Tensor:
         """Processed scores behind a node whose path has been committed."""
-        scores[node] = warp.process(processors, text.ids, logits[:, node].clone())
+        given[node] = logits[:, node].clone()
+        scores[node] = warp.process(processors, text.ids, given[node])
         return scores[node]
 
     def draw(node: int) -> int:
@@ -210,7 +218,7 @@ def verify_in_tree(
             steps = verify_recursive(drawn, _coin, _draw)
     for node, token, kept in steps:
         missed: Literal["recovered", "bonus"] = "recovered" if tree.children[node] else "bonus"
-        yield Emitted(token, "accepted" if kept else missed, scores[node], node)
+        yield Emitted(token, "accepted" if kept else missed, scores[node], node, given.get(node))
 
 
 def _coin(chance: Tensor) -> bool:

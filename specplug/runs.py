@@ -37,8 +37,12 @@ class Run:
         drop_partial_line(self.samples_file)
         self.done: dict[str, int] = {}
         place = 0
-        for line in whole_lines(self.samples_file):
-            sample = json.loads(line)
+        for number, line in enumerate(whole_lines(self.samples_file), start=1):
+            sample = parsed(line, self.samples_file, number)
+            if "id" not in sample:
+                raise ConfigError(
+                    f"{self.samples_file}, line {number}: has no id; remove the line, and its prompt is asked again"
+                )
             if "error" not in sample:
                 self.done[sample["id"]] = place
             place += len(line)
@@ -106,10 +110,21 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 def each_sample(file: Path) -> Iterator[dict[str, Any]]:
-    """One after the other, none of them kept."""
-    for line in whole_lines(file):
+    """One after the other, none of them kept. Raises ConfigError for a line that is none."""
+    for number, line in enumerate(whole_lines(file), start=1):
         if line.strip():
-            yield json.loads(line)
+            yield parsed(line, file, number)
+
+
+def parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    """The object of one line. Raises ConfigError: a disk or an editor may have spoiled it."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{file}, line {number}: not a JSON object; remove the line, and its prompt is asked again")
+    return record
 
 
 def whole_lines(file: Path) -> Iterator[bytes]:
@@ -129,8 +144,8 @@ def drop_partial_line(file: Path) -> None:
 def refuse_other_config(folder: Path, config: Config) -> None:
     """Raise ConfigError that names every key by which this configuration is not the one the run began with."""
     try:
-        saved = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        saved = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"resume={folder}: holds no run to go on with (no readable config.json in it)") from error
     before, now = flatten(saved), flatten(to_dict(config))
     different = [

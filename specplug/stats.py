@@ -144,5 +144,5 @@ class Stats:
 class Call(Stats):
     """The counts of one call, and how it was served."""
 
-    engine: str = "rounds"  # or "plain"
-    reason: str = ""  # why it was served so
+    engine: str = "refused"  # until decoding begins; then "rounds", "lookahead" or "plain"
+    reason: str = ""  # why it was served so, or the error by which it was refused

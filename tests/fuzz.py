@@ -91,6 +91,14 @@ class Counting(LogitsProcessor):
         return scores - 2.0 * (torch.arange(scores.shape[1]) % 5 == self.length % 5)
 
 
+class WritesInPlace(LogitsProcessor):
+    """Changes the logits that it is given, as it may; `output_logits` then has what it left."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids.shape[1] % VOCAB] += 3.0
+        return scores
+
+
 class StopAfterRepeats(StoppingCriteria):
     """Keeps state: stops a row when an id divisible by 3 has come three times."""
 
@@ -218,6 +226,10 @@ def draw_case(r: random.Random) -> dict:
             case |= {"sample": True, "form": "attach", "seed": r.randrange(2**64), "engine": r.choice(ENGINES)}
         elif case["verify"] == "walk":
             case |= {"sample": True, "engine": r.choice(["auto", "auto", "rounds", "lookahead"])}
+    # What came later is drawn last, so that a seed and number still name the same case.
+    case |= {"positions": r.random() < 0.1, "types": r.random() < 0.1}
+    if r.random() < 0.05:
+        case["processors"]["in_place"] = True
     return tidy(case)
 
 
@@ -225,6 +237,11 @@ def tidy(case: dict) -> dict:
     """What transformers itself refuses, or what would compare two random streams, is taken out."""
     case = json.loads(json.dumps(case))
     rows = len(case["lengths"])
+    given = case["cache"] in ("filled", "chunked", "embeds") or case["processors"].get("guidance_scale")
+    if given or case["architecture"] == "OPT":
+        case["positions"] = False
+    if given or case["architecture"] != "GPT2":  # the one that takes them
+        case["types"] = False
     if case["schedule"] == "confidence" and case["drafter"] in ("lookup", "suffix", "junk", "failing"):
         case["schedule"] = "fixed"  # there is no model to be sure or unsure
     if case["sample"]:
@@ -292,6 +309,12 @@ def arguments(case: dict, model) -> tuple[dict, object]:
     custom = []
     if processors.pop("counting", False):
         custom.append(Counting())
+    if processors.pop("in_place", False):
+        custom.append(WritesInPlace())
+    if case.get("positions"):
+        call["position_ids"] = (mask.cumsum(1) - 1 + torch.arange(len(ids))[:, None] * 3 + 2).clamp(min=0)
+    if case.get("types"):
+        call["token_type_ids"] = torch.randint(3, VOCAB, ids.shape, generator=r)
     if processors.pop("prefix_allowed", False):
         call["prefix_allowed_tokens_fn"] = lambda b, ids: [2, *range(3 + (len(ids) + b) % 3, VOCAB, 2)]
     if processors.pop("watermark", False):

@@ -41,6 +41,27 @@ def test_rows_are_those_of_plain_generate(kind, processors, drafter):
 
 
 @pytest.mark.parametrize("graph", ["capture", "off"])
+def test_positions_and_types_of_the_callers_own(graph):
+    """Rows at their own pace are given positions that count from 0, and no types: with others they advance together."""
+    goal, draft = pair("gpt2")
+    _, call = padded([7, 3, 6])
+    usual = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    own = {
+        "positions": {"position_ids": usual + torch.tensor([[5], [0], [2]])},
+        "types": {"token_type_ids": torch.arange(21).view(3, 7) % 13 + 5},
+    }
+    with specplug.attach(goal, draft, gamma=4, graph=graph) as plugin:
+        for given in own.values():
+            plain = goal.generate(**call, **given, specplug={"engine": "plain"})
+            assert torch.equal(goal.generate(**call, **given), plain)
+            assert plugin.last.engine == "lookahead" and "the batch has" in plugin.last.reason
+        assert torch.equal(
+            goal.generate(**call, position_ids=usual), goal.generate(**call, specplug={"engine": "plain"})
+        )
+    assert not torch.equal(goal.generate(**call, **own["positions"]), goal.generate(**call))
+
+
+@pytest.mark.parametrize("graph", ["capture", "off"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_conversation_goes_on_from_the_callers_cache(kind, graph):
     """Rows leave the cache of a batch when they are finished, and a caller's has all of them."""

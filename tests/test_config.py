@@ -47,6 +47,7 @@ WRONG = {
     "schedule.tree_depth=0": ["schedule.tree_depth=0", "or null"],
     "schedule.frozen=none.json": ["schedule.frozen=none.json", "no such file"],
     "sampling.temperature=-0.1": ["sampling.temperature", "0 (greedy)"],
+    "sampling.temperature=inf": ["sampling.temperature=inf", "finite"],
     "sampling.top_p=1.5": ["sampling.top_p=1.5", "at most 1"],
     "sampling.top_k=0": ["sampling.top_k=0", "null"],
     "sampling.num_beams=4": ["sampling.num_beams=4", "beam search"],

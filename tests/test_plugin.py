@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 import specplug
 from specplug import hook
 from specplug.cache import NAME
+from specplug.trace import Trace
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -370,6 +371,36 @@ def test_settings_of_one_call(target, draft):
                 target.generate(prompt(), specplug=wrong, **GREEDY)
 
 
+def test_a_call_that_is_refused_says_so_and_one_that_is_interrupted_says_by_what_it_was_served(target, draft):
+    two = torch.cat([prompt(), prompt(seed=1)])
+    refused = [
+        ({"engine": "rounds"}, {"inputs": two, "num_return_sequences": 1, "return_dict_in_generate": True}),
+        ({"gamma": -1}, {"inputs": prompt()}),
+        ({"seed": 1}, {"inputs": prompt()}),  # greedy
+        (
+            {"seed": 1, "engine": "plain"},
+            {"inputs": prompt(), "do_sample": True, "return_dict_in_generate": True, "output_scores": True},
+        ),
+    ]
+    with specplug.attach(target, draft, gamma=3) as plugin:
+        for settings, arguments in refused:
+            with pytest.raises(ValueError) as error:
+                target.generate(**{**GREEDY, **arguments}, specplug=settings)
+            assert plugin.last.engine == "refused" and plugin.last.reason == str(error.value)
+            assert plugin.last.num_new_tokens == 0
+        plugin.trace = Trace()
+        with pytest.raises(ValueError, match="records one sequence"):
+            target.generate(two, **GREEDY)
+        assert plugin.last.engine == "refused" and "records one sequence" in plugin.last.reason
+        plugin.trace = None
+        for engine in ("rounds", "lookahead", "plain"):
+            with pytest.raises(RuntimeError):
+                target.generate(
+                    prompt(), logits_processor=[Raises(RuntimeError())], specplug={"engine": engine}, **GREEDY
+                )
+            assert plugin.last.engine == engine
+
+
 def test_detach_during_a_call_lets_it_finish(target, draft):
     class Detaches(LogitsProcessor):
         def __init__(self):
@@ -403,6 +434,39 @@ def test_beam_search_and_assistants_are_left_alone(target, draft, caplog):
         assert plugin.stats.num_calls == 0
     assert all(map(torch.equal, plain, ours))
     assert sum("beam search" in record.message for record in caplog.records) == 1
+
+
+def test_a_plugin_as_a_processor_is_no_draft_of_an_assistant(target, draft, caplog):
+    """The assistant drafts in a loop of its own, under the processors of the call."""
+    plugin = specplug.SpeculativeProcessor(draft)
+    with caplog.at_level(logging.WARNING, "specplug"):
+        ours = target.generate(prompt(), assistant_model=draft, logits_processor=[plugin], **GREEDY)
+    assert torch.equal(ours, target.generate(prompt(), assistant_model=draft, **GREEDY))
+    assert plugin.last is None and "left to transformers" in caplog.text
+    target.generate(prompt(), logits_processor=[plugin], **GREEDY)
+    assert plugin.last.num_accepted > 0
+
+
+class WritesInPlace(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, input_ids.shape[1]] += 9.0
+        return scores
+
+
+@pytest.mark.parametrize("settings", [{"gamma": 4}, {"gamma": 4, "verify": "walk"}, {"tree": [2, 2, 1]}], ids=str)
+def test_logits_are_those_that_a_processor_left(target, draft, settings):
+    """transformers keeps the logits that it gave the processors, and one may write into them."""
+    call = {"logits_processor": [WritesInPlace()], "return_dict_in_generate": True, "output_logits": True}
+    for do_sample in (False, "verify" in settings):
+        call |= {"max_new_tokens": 20, "do_sample": do_sample}
+        torch.manual_seed(0)
+        plain = target.generate(prompt(), **call)
+        torch.manual_seed(0)
+        with specplug.attach(target, draft, engine="rounds", **settings) as plugin:
+            ours = target.generate(prompt(), **call)
+        assert plugin.last.num_draft_tokens > 0 and torch.equal(ours.sequences, plain.sequences)
+        for theirs, each in zip(plain.logits, ours.logits, strict=True):
+            assert torch.allclose(theirs, each, atol=1e-4)
 
 
 def test_configuration_of_a_draft_model_without_rollback_is_refused(target):

@@ -28,6 +28,26 @@ def test_samples_are_on_disk_at_once_and_a_run_goes_on(tmp_path):
     assert [sample["id"] for sample in read_samples(again.samples_file)] == ["a", "b"]
 
 
+@pytest.mark.parametrize("line", ["{broken", "[1]", "null", "\x00\x00", '{"idx": "b"}', ""])
+def test_a_line_that_is_no_sample_is_said_in_one_line(tmp_path, line):
+    Run(tmp_path, config(), {}).close()
+    (tmp_path / "samples.jsonl").write_text(f'{{"id": "a"}}\n{line}\n{{"id": "c"}}\n')
+    with pytest.raises(ConfigError, match=r"samples\.jsonl, line 2: .*remove the line") as caught:
+        Run(tmp_path, config(f"resume={tmp_path}"), {})
+    assert "\n" not in str(caught.value)
+    if line and "idx" not in line:
+        with pytest.raises(ConfigError, match="line 2: not a JSON object"):
+            read_samples(tmp_path / "samples.jsonl")
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "3", '"text"', "null"])
+def test_a_configuration_that_is_none_is_no_run_to_go_on_with(tmp_path, content):
+    Run(tmp_path, config(), {}).close()
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="holds no run to go on with"):
+        Run(tmp_path, config(f"resume={tmp_path}"), {})
+
+
 def test_more_samples_may_be_added_but_nothing_else_may_differ(tmp_path):
     Run(tmp_path, config("recipe.limit=3"), {}).close()
     Run(tmp_path, config("recipe.limit=5", f"resume={tmp_path}"), {}).close()
