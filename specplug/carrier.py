@@ -21,9 +21,8 @@ from specplug.lookahead import Lookahead
 from specplug.stats import Call
 
 LOOP = "_sample"  # transformers' decoding loop
-ASSISTED = (
-    "_assisted_decoding"  # its loop with an assistant, which drafts in a loop of its own, with the caller's processors
-)
+# Its loop with an assistant, which drafts in a loop of its own, with the caller's processors.
+ASSISTED = "_assisted_decoding"
 EXTRACT = "_extract_generation_mode_kwargs"  # where `generate` sorts out what a custom_generate gets
 MAX_DEPTH = 12  # frames between the loop and a processor in its list, and between the two loops
 

@@ -28,9 +28,8 @@ class Emitted(NamedTuple):
     origin: Literal["accepted", "recovered", "bonus"]
     scores: Tensor  # (1, V) processed
     node: int  # where it was found: how many drafts are before it, or in a tree the node behind which it stands
-    logits: Tensor | None = (
-        None  # (1, V) there, where processors may have written into them: what output_logits then has
-    )
+    # (1, V) there, where processors may have written into them: what output_logits then has
+    logits: Tensor | None = None
 
 
 class Text:
