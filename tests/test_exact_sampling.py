@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy
 from laws import AGAIN, PROMPT, SETTINGS, WRONG, exact_law, has_the_law, pvalue, sampled_counts
+from scipy.stats import chi2_contingency
 
 import specplug
 from specplug.drafters import Proposal
@@ -122,34 +123,37 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("settings", DEFAULTS)
-def test_samples_are_those_of_plain_generate(settings):
-    """Two samples, a large one of plain generate and one of ours, from a vocabulary of 64; false alarms below 1e-6 (chi-square).
-
-    The draft is a model whose alpha is about a half, so that accepted and recovered tokens both count.
-    """
-    from scipy.stats import chi2_contingency
-
+def least_pvalue(settings, kind=ModelDrafter) -> float:
+    """Two samples from a vocabulary of 64, 20,000 texts of plain generate and 600 of ours: the lesser of the chi-square tests of
+    their first two tokens and of the next two, times two."""
     model = make_model(seed=6)
     model.generation_config.eos_token_id = None
     model.generation_config.top_k = 0
-    call = {
-        "do_sample": True,
-        "max_new_tokens": 4,
-        **DEFAULTS[settings],
-    }  # one more than is looked at, so that two drafts have room
-    counts = torch.zeros(2, 64, 3)
+    # One more token than is looked at, so that two drafts have room.
+    call = {"do_sample": True, "max_new_tokens": 4, **DEFAULTS[settings]}
     torch.manual_seed(0)
-    plain = model.generate(PROMPT.expand(20_000, -1), **call)[:, -4:-1]
-    with specplug.attach(model, noisy_copy(model, scale=0.1), gamma=2, engine="rounds") as plugin:
+    plain = model.generate(PROMPT.expand(20_000, -1), **call)[:, -4:]
+    with specplug.attach(model, kind(noisy_copy(model, scale=0.02)), gamma=2, engine="rounds") as plugin:
         plugin.record_after = 0  # as in laws.py
         model.generate(PROMPT, **call | {"max_new_tokens": 30})
-        ours = torch.cat([model.generate(PROMPT, **call)[:, -4:-1] for _ in range(600)])
-        assert 0.1 < plugin.stats.alpha < 0.95
-    for side, texts in enumerate((plain, ours)):
-        for position in range(3):
-            counts[side, :, position] = texts[:, position].bincount(minlength=64)
-    for position in range(3):
-        common = counts[:, :, position].sum(0) >= 10
-        table = torch.cat([counts[:, common, position], counts[:, ~common, position].sum(1, keepdim=True)], dim=1)
-        assert chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-6 / 12
+        ours = torch.cat([model.generate(PROMPT, **call)[:, -4:] for _ in range(600)])
+    assert 0.1 < plugin.stats.alpha < 0.95, "accepted and recovered tokens have both to count"
+    found = []
+    for place in (0, 1):
+        counts = torch.stack(
+            [(64 * texts[:, place] + texts[:, place + 1]).bincount(minlength=64**2) for texts in (plain, ours)]
+        )
+        common = counts[0] * len(ours) / len(plain) >= 5
+        table = torch.cat([counts[:, common], counts[:, ~common].sum(1, keepdim=True)], dim=1)
+        found.append(chi2_contingency(table[:, table.sum(0) > 0]).pvalue)
+    return 2 * min(found)
+
+
+@pytest.mark.parametrize("settings", DEFAULTS)
+def test_samples_are_those_of_plain_generate(settings):
+    assert least_pvalue(settings) > 1e-6
+
+
+@pytest.mark.parametrize("broken", [StatesWrongProbs, ArgmaxAsSample])
+def test_samples_that_are_others_are_caught(broken):
+    assert least_pvalue("pipeline", broken) < 1e-6
