@@ -12,7 +12,6 @@ import warnings
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from specplug import graphs
 
@@ -86,6 +85,22 @@ class OnDevice(torch.Tensor):
 
 def _inner(each):
     return each.inner if isinstance(each, OnDevice) else torch.device("cpu") if isinstance(each, torch.device) else each
+
+
+def _each(change, given):
+    """`change` of each argument or result of an operation, lists, tuples and a dict of them as well. torch's tree_map does the
+    same for whatever else holds tensors, and takes most of a test's time."""
+    if type(given) in (list, tuple):
+        return type(given)([_each(change, each) for each in given])
+    if type(given) is dict:
+        return {key: _each(change, each) for key, each in given.items()}
+    return change(given)
+
+
+def _leaves(given):
+    found = []
+    _each(found.append, given)
+    return found
 
 
 class Event:
@@ -222,7 +237,7 @@ class Device(TorchDispatchMode):
         return self.run(function, args, kwargs or {})
 
     def run(self, function, args, kwargs):
-        name, leaves = str(function), tree_leaves((args, kwargs))
+        name, leaves = str(function), _leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         held = [each for each in tensors if isinstance(each, OnDevice)]
         hosts = [each for each in tensors if not isinstance(each, OnDevice) and each.dim() > 0]
@@ -243,13 +258,19 @@ class Device(TorchDispatchMode):
         elif held and (not on_device or any(each in name for each in WAITING)):
             self.wait(name)
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        made = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-        if held and any(isinstance(each, bool | int | float) for each in tree_leaves(made)):
+        made = function(*_each(_inner, args), **_each(_inner, kwargs))
+        if held and any(isinstance(each, bool | int | float) for each in _leaves(made)):
             self.wait(name)
         if not on_device:
             return made
         known = {id(each.inner): each for each in held}
-        return tree_map_only(torch.Tensor, lambda each: known[id(each)] if id(each) in known else OnDevice(each), made)
+
+        def outside(each):
+            if not isinstance(each, torch.Tensor):
+                return each
+            return known[id(each)] if id(each) in known else OnDevice(each)
+
+        return _each(outside, made)
 
 
 class Recorder(TorchDispatchMode):
@@ -283,9 +304,8 @@ class Replayed:
     def __call__(self):
         made = {}  # what the recording made -> what this replay makes
         for function, args, kwargs, outputs in self.steps:
-            given = tree_map_only(torch.Tensor, lambda each: made.get(id(each), each), (args, kwargs))
-            new = function(*given[0], **given[1])
-            for old, each in zip(tree_leaves(outputs), tree_leaves(new), strict=True):
+            given, named = _each(lambda each: made.get(id(each), each), (args, kwargs))
+            for old, each in zip(_leaves(outputs), _leaves(function(*given, **named)), strict=True):
                 if isinstance(old, torch.Tensor):
                     made[id(old)] = each
         Replayed.replays += 1

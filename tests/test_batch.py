@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import EOS, PAD, noisy_copy, prompt
-from laws import SETTINGS, TOKENS, V, arguments, exact_law, pvalue
+from laws import PROMPT, SETTINGS, TOKENS, V, arguments, counted, exact_law, has_the_law
 from scipy.stats import chisquare
 from test_exact_greedy import MODELS, PROCESSORS, pair
 from transformers import DynamicCache, GenerationMixin
@@ -169,31 +169,31 @@ class DrawnInSomeRows(ModelDrafter):
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_rows_with_drafts_that_were_drawn_and_others_have_the_law(six_tokens, rule):
-    law = exact_law(six_tokens, {})
-    ids, counts = torch.tensor([[3, 4, 5, 3, 4]]).repeat(3, 1), torch.zeros(V**TOKENS, dtype=torch.float64)
-    torch.manual_seed(0)
     draft = DrawnInSomeRows(noisy_copy(six_tokens, scale=0.1))
-    with specplug.attach(six_tokens, draft, gamma=2, engine="rounds", verify=rule):
-        for _ in range(500):
-            for row in six_tokens.generate(ids, **arguments({}))[:, -TOKENS:].tolist():
-                counts[(row[0] * V + row[1]) * V + row[2]] += 1
-    assert pvalue(counts, law) > 1e-6
+
+    def count(samples, seed):
+        torch.manual_seed(seed)
+        with specplug.attach(six_tokens, draft, gamma=2, engine="rounds", verify=rule):
+            rows = PROMPT.repeat(3, 1)
+            texts = [six_tokens.generate(rows, **arguments({}))[:, -TOKENS:] for _ in range(-(-samples // 3))]
+        return counted(torch.cat(texts))
+
+    assert has_the_law(count, exact_law(six_tokens, {}))
 
 
 @pytest.mark.parametrize("settings", ["plain", "temperature 1.5, top-k", "repetition penalty"])
 def test_sampled_rows_have_the_law_of_the_target(six_tokens, settings):
-    """1,500 texts, ten answers a call; false alarms as in test_exact_sampling."""
-    law = exact_law(six_tokens, SETTINGS[settings])
-    torch.manual_seed(1)
-    counts = torch.zeros(V**TOKENS, dtype=torch.float64)
-    with specplug.attach(six_tokens, noisy_copy(six_tokens, scale=0.1), gamma=2, engine="rounds") as plugin:
-        for _ in range(150):
-            text = torch.tensor([[3, 4, 5, 3, 4]])
-            texts = six_tokens.generate(text, num_return_sequences=10, **arguments(SETTINGS[settings]))
-            for a, b, c in texts[:, -TOKENS:]:
-                counts[(a * V + b) * V + c] += 1
-    assert 0.02 < plugin.stats.alpha < 1
-    assert pvalue(counts, law) > 1e-6
+    """Ten answers a call; false alarms as in test_exact_sampling."""
+    draft, call = noisy_copy(six_tokens, scale=0.1), arguments(SETTINGS[settings]) | {"num_return_sequences": 10}
+
+    def count(samples, seed):
+        torch.manual_seed(seed)
+        with specplug.attach(six_tokens, draft, gamma=2, engine="rounds") as plugin:
+            texts = [six_tokens.generate(PROMPT, **call)[:, -TOKENS:] for _ in range(samples // 10)]
+        assert 0.02 < plugin.stats.alpha < 1
+        return counted(torch.cat(texts))
+
+    assert has_the_law(count, exact_law(six_tokens, SETTINGS[settings]))
 
 
 def test_rows_are_independent_of_each_other(six_tokens):

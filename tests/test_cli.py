@@ -1,6 +1,7 @@
 """The command as a user types it: one line for a mistake, stdout for the result, completion, a wheel elsewhere."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +16,27 @@ PROJECT = Path(__file__).parent.parent
 def specplug_command(*arguments, cwd, **env):
     command = [sys.executable, "-m", "specplug.cli", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **env}, check=False)
+
+
+def main_in(folder, arguments):
+    """The command, in a process that is there already: stdout and stderr go to files in the folder."""
+    from specplug.cli import main
+
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.chdir(folder)
+    sys.argv = ["specplug", *arguments]
+    main()
+
+
+def forked_command(*arguments, cwd):
+    """As `specplug_command`, in a fork of a process that has imported what takes seconds to import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["specplug.cli", "specplug.recipes.evaluate", "transformers"])
+    process = context.Process(target=main_in, args=(cwd, arguments))
+    process.start()
+    process.join()
+    return process.exitcode, *((cwd / name).read_text() for name in ("stdout", "stderr"))
 
 
 @pytest.mark.parametrize(
@@ -42,10 +64,10 @@ def test_a_mistake_is_one_line_and_exit_code_1(tmp_path, arguments, answer):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "good.jsonl").write_text('{"prompt": "a"}\n')
-    done = specplug_command(*arguments, cwd=tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
-    assert answer in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    code, out, said = forked_command(*arguments, cwd=tmp_path)
+    assert code == 1 and out == ""
+    assert answer in said and "Traceback" not in said
+    assert len(said.splitlines()) == 1, said
 
 
 def test_version_help_and_configuration(tmp_path):
@@ -77,15 +99,22 @@ def test_stdout_is_the_result_alone_and_a_sweep_runs(tmp_path):
 
 
 def test_resume_alone_takes_the_overrides_of_the_run(tmp_path):
-    quick = ["recipe.limit=1", "recipe.warmup=0", "sampling.max_new_tokens=8", "hydra.run.dir=run"]
-    first = specplug_command(*quick, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    again = specplug_command("resume=run", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout.splitlines()[-1])["num_samples"] == 1
-    other = specplug_command("resume=run", *quick, "schedule.max_gamma=2", cwd=tmp_path)
-    assert other.returncode == 1 and "schedule.max_gamma=2 (the run has 16)" in other.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    quick = [
+        "recipe.limit=1",
+        "recipe.warmup=0",
+        "recipe.bootstrap=0",
+        "recipe.trace=0",
+        "recipe.compare_assisted=false",
+    ]
+    quick += ["sampling.max_new_tokens=8", "hydra.run.dir=run"]
+    code, _, said = forked_command(*quick, cwd=tmp_path)
+    assert code == 0, said
+    code, out, said = forked_command("resume=run", cwd=tmp_path)
+    assert code == 0, said
+    assert json.loads(out.splitlines()[-1])["num_samples"] == 1
+    code, _, said = forked_command("resume=run", *quick, "schedule.max_gamma=2", cwd=tmp_path)
+    assert code == 1 and "schedule.max_gamma=2 (the run has 16)" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "stdout", "stderr"}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import keep_everything
+from test_cli import forked_command
 
 import specplug
 from specplug.cli import run_recipe
@@ -215,14 +216,12 @@ def test_calibration_is_the_formula():
 
 
 def test_a_sweep_draws_curves_and_goes_on(tmp_path):
-    import subprocess
-    import sys
-
     def sweep(gammas):
-        command = [sys.executable, "-m", "specplug.cli", "-m", "recipe=sweep", "schedule=fixed"]
-        command += [f"schedule.gamma={gammas}", f"hydra.sweep.dir={tmp_path / 'sweep'}", "recipe.bootstrap=0"]
-        command += ["recipe.limit=2", "recipe.warmup=0", "recipe.trace=0", "recipe.compare_assisted=false"]
-        return subprocess.run([*command, "sampling.max_new_tokens=16"], check=True, capture_output=True, text=True)
+        command = ["-m", "recipe=sweep", "schedule=fixed", f"schedule.gamma={gammas}", "hydra.sweep.dir=sweep"]
+        command += ["recipe.bootstrap=0", "recipe.limit=2", "recipe.warmup=0", "recipe.trace=0"]
+        command += ["recipe.compare_assisted=false", "sampling.max_new_tokens=16"]
+        code, _, said = forked_command(*command, cwd=tmp_path)
+        assert code == 0, said
 
     sweep("0")
     samples = (tmp_path / "sweep" / "0" / "samples.jsonl").read_text()
