@@ -34,7 +34,7 @@ class Stats:
     seconds_rounds: float = 0.0  # everything after the prompt's pass
     seconds_target: float = 0.0  # of that, in the target's forward passes
     seconds_draft: float = 0.0  # of that, drafting
-    seconds_draft_forward: float = 0.0  # of that, in the draft's forward passes
+    seconds_draft_forward: float = 0.0  # of that, in its passes, and in choosing tokens if recorded with them
     num_draft_steps: int = 0  # forward passes of the draft
     seconds_capture: float = 0.0  # of the rounds, spent on recording passes that later ones replay
 
