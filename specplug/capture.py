@@ -138,17 +138,17 @@ class Passes:
         if recording.uses > self._uses_before and not recording.refused:
             rooms.make_room(1)
             length = cache.get_seq_length()
-            aside = [
-                torch.nn.functional.pad(each, (0, 0, 0, width)) for each in rooms.held(length)
-            ]  # that a mistake may spoil
-            given = [*inputs, *aside]
+            # Copies, that a mistake may spoil: positions and masks are those of other passes too.
+            copies = {id(each): each.clone() for each in inputs}
+            given = [copies[id(each)] for each in inputs]
+            given += [torch.nn.functional.pad(each, (0, 0, 0, width)) for each in rooms.held(length)]
             replayed = recording.prepare(lambda: make(rooms, given), length, given, self.weights)
         over = time.perf_counter()
         found = ordinary()
         self._capture.seconds += over - started
         if replayed is not None:
             parts = [replayed] if isinstance(replayed, Tensor) else list(replayed)
-            recording.check(width, [*parts, *aside], [*found, *rooms.held(cache.get_seq_length())])
+            recording.check(width, [*parts, *given], [*found, *inputs, *rooms.held(cache.get_seq_length())])
         return found
 
 

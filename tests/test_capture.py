@@ -416,3 +416,27 @@ def test_positions_and_what_they_see(length, width):
     if width > 1:
         expected = torch.arange(length + width) <= torch.arange(length, length + width)[:, None]
         assert torch.equal(seen, expected[None, None])
+
+
+def test_a_model_that_writes_into_its_positions_is_not_recorded(monkeypatch):
+    """They are those of other passes too, which would then be elsewhere."""
+    forward = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def writes(self, x, position_ids):
+        found = forward(self, x, position_ids)
+        position_ids.add_(1)
+        return found
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", writes)
+    target = make_model()
+    draft = noisy_copy(target, scale=0.02)
+    plain = [target.generate(prompt(seed=seed), max_new_tokens=30) for seed in range(4)]
+    with specplug.attach(target, draft, gamma=4) as plugin:
+        plugin.record_after = 0
+        for seed, expected in enumerate(plain):
+            assert torch.equal(target.generate(prompt(seed=seed), max_new_tokens=30), expected)
+    recordings = capture._KNOWN[draft][
+        1
+    ].values()  # the target's are not made: it has written into the call's positions
+    assert recordings and all(each.refused for each in recordings)
+    assert capture._positions(capture.ROOM, target.device)[0, :9].tolist() == list(range(9))
