@@ -3,9 +3,10 @@
 A target pass over five positions should cost about what one costs, since the weights are read once either way. torch's own
 `F.linear` does not keep that promise (docs/algorithm.md has figures), and its product with a single row does not read
 memory as fast as it could. This one reads each weight once and feeds all rows. It serves plain `nn.Linear` modules in fp32,
-bf16 and fp16 on the CPU, without hooks, for 1 to MAX_ROWS rows; everything else stays torch's. It takes as many threads as
-torch has, and they are torch's own: those of the OpenMP that torch has loaded, so that none wait beside them. Results differ
-from torch's by rounding, as torch's own do between batch shapes, and do not depend on the number of threads.
+bf16 and fp16 on the CPU, without hooks, for 1 to MAX_ROWS rows, or fewer where torch is quicker; everything else stays torch's.
+It takes as many threads as torch has, and they are torch's own: those of the OpenMP that torch has loaded, so that none wait
+beside them. Results differ from torch's by rounding, as torch's own do between batch shapes, and do not depend on the number of
+threads.
 """
 
 import contextlib
@@ -121,7 +122,7 @@ def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows = x.numel() // num_in
     threads = torch.get_num_threads()
     product = _compiled(weight.dtype, threads)
-    if isinstance(product, str) or not 1 <= num_rows <= MAX_ROWS or x.dtype is not weight.dtype:
+    if isinstance(product, str) or x.dtype is not weight.dtype or not 1 <= num_rows <= most_rows(x.dtype):
         return nn.functional.linear(x, weight, bias)
     out, rows = x.new_empty(*x.shape[:-1], num_out), x.contiguous()
     if threads > 1 and num_out * num_in * x.itemsize < MIN_SHARED:
@@ -165,6 +166,14 @@ def _compiled(dtype: torch.dtype, threads: int) -> Callable[..., None] | str:
         )
         return f"it computes something else than torch here (by {difference:.1e})"
     return product
+
+
+@functools.cache
+def most_rows(dtype: torch.dtype) -> int:
+    """Up to which ours is used, on this processor."""
+    from specplug import skinny
+
+    return skinny.MOST_ROWS[DTYPES.index(dtype)]
 
 
 @functools.cache

@@ -30,8 +30,11 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)  # a dtype, here
 # What the compiler may use, which is what the machine has unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise.
 _, _CPU, _LISTED = cpu_target.target_context.codegen().magic_tuple()
 _FEATURES = set(_LISTED.split(","))
+_ZEN = _CPU.startswith("znver")
 _WIDE = "+avx512f" in _FEATURES
 _PAIRS = _WIDE and "+avx512bf16" in _FEATURES  # multiplies bf16 as it is, in pairs
+# With tiles of its own a processor multiplies any few rows of bf16 as fast as one; there torch's product is the quicker one beyond.
+MOST_ROWS = {FLOAT32: MAX_ROWS, BFLOAT16: 6 if "+amx-bf16" in _FEATURES else MAX_ROWS, FLOAT16: MAX_ROWS}
 DTYPES = (FLOAT32, BFLOAT16, *([FLOAT16] if "+f16c" in _FEATURES or platform.machine() in ("arm64", "aarch64") else []))
 
 LANES = 16 if _WIDE else 8  # sums in a register
@@ -41,6 +44,9 @@ NUM_W, MAX_X = (4, 6) if _WIDE else (2, 5)  # of a tile, so that sums and what i
 NEAR = 28 << 10  # bytes of x that the nearest cache holds beside a stream of weights
 FAR = 384 << 10  # the same of the second cache
 BLOCK = 32  # rows of weights that share a block of x where all of it is more
+# Bytes that a row of weights is fetched ahead into the nearest cache: with more than one row of x its products wait in a queue that is
+# soon full. Tried on Intel's Emerald Rapids; not on AMD's Zen.
+SOON = 0 if _ZEN else 16 * VECTOR
 
 # num_w, num_x, chains. With one chain the rows of weights are read together. With more they are read one after the other,
 # and a sum is made of as many: alone it would wait for itself.
@@ -62,7 +68,7 @@ def plan(dtype: int, num_rows: int, num_steps: int) -> Plan:
     """The quickest of what was tried (tests/kernel_times.py), by the bytes of x."""
     size = num_rows * num_steps * VECTOR * _vectors(dtype)
     # One row of weights after the other: quicker on AMD's Zen, and up to a third slower on Intel's Emerald Rapids.
-    if num_rows <= 3 and size <= NEAR and _CPU.startswith("znver"):
+    if num_rows <= 3 and size <= NEAR and _ZEN:
         return Plan(8, num_rows, 4 if num_rows == 1 else 2, 8, num_steps, 1)
     waits = 3 <= num_rows < 10 and _vectors(dtype) == 1  # more rows, and weights to be widened, have more to compute
     if size <= (NEAR if waits else FAR):
@@ -150,14 +156,15 @@ def _write(builder: Any, address: Any, values: Any, dtype: int) -> None:
 
 
 def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
-    """A function in `module`: the products over `steps`, while memory is asked for what is `ahead`.
+    """A function in `module`: the products over `steps`, while memory is asked for what is `ahead`, and the second cache for what
+    is `soon` behind in the same rows.
 
     They are added to sums[x][w], unless `fresh`, and kept there, or written to out[x][w] if `last`.
     """
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 13), f"specplug_{num_w}_{num_x}_{chains}")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 14), f"specplug_{num_w}_{num_x}_{chains}")
     function.linkage = "internal"
     function.attributes.add("noinline")
-    w, row, x, sums, steps, ahead, ahead_row, ahead_step, fresh, last, bias, out, out_row = function.args
+    w, row, x, sums, steps, soon, ahead, ahead_row, ahead_step, fresh, last, bias, out, out_row = function.args
     builder = ir.IRBuilder(function.append_basic_block())
     vector = _vector(F32)
     prefetch = _function(builder, "llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
@@ -170,6 +177,10 @@ def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
             if chains == 1:  # a single stream is foreseen by the machine
                 there = builder.add(builder.add(ahead, builder.mul(step, ahead_step)), builder.mul(ahead_row, I64(r)))
                 builder.call(prefetch, [_at(builder, there, I8), I32(0), I32(2), I32(1)])  # to be read, second cache
+                if SOON:
+                    builder.call(
+                        prefetch, [_at(builder, builder.add(here, soon), I8), I32(0), I32(3), I32(1)]
+                    )  # nearest
         values = _at(builder, builder.add(x, builder.mul(step, I64(num_x * _vectors(dtype) * VECTOR))), vector)
         for v in range(_vectors(dtype)):
             for g in range(num_x):
@@ -331,6 +342,7 @@ def _compile(dtype: int) -> Any:
             return
         row, last = num_steps * VECTOR, num_out - num_w
         ahead_row, ahead_step = (VECTOR, VECTOR * num_w) if in_order else (row, VECTOR)
+        soon = SOON if tiles == 1 else 0  # of several tiles the first fetches for the others
         sums = _room(0)
         while True:  # chunks of the rows of weights, until the threads have taken all
             first = _claim(task_at) * chunk
@@ -358,7 +370,7 @@ def _compile(dtype: int) -> Any:
                             kept = sums + ((n - n0) * num_rows + m * num_w) * VECTOR
                             to = out + (m * num_out + i) * size
                             fresh, whole = int(k == 0), int(k + steps == num_steps)
-                            where = (w, row, at, kept, steps, ahead, ahead_row, ahead_step)
+                            where = (w, row, at, kept, steps, soon, ahead, ahead_row, ahead_step)
                             then = (fresh, whole, bias, to, num_out * size)
                             _tiles(num_w, num_x, chains, where + then, dtype)
                             m += num_x

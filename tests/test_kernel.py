@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import kernel_times
 import pytest
@@ -43,15 +44,15 @@ def linear(num_in=64, num_out=30, **options):
     return nn.Linear(num_in, num_out, **options)
 
 
-@pytest.fixture(params=["emeraldrapids", "znver4"])
-def processor(request, monkeypatch):
-    """Plans are those of this one, whatever the machine is: what they ask for is compiled on all."""
+@pytest.fixture(params=[False, True], ids=["intel", "zen"])
+def zen(request, monkeypatch):
+    """Plans are those of such a processor, whatever the machine is: what they ask for is compiled on all."""
 
     def forget():
         skinny.plan.cache_clear()
         skinny._OWN.tasks.clear()
 
-    monkeypatch.setattr(skinny, "_CPU", request.param)
+    monkeypatch.setattr(skinny, "_ZEN", request.param)
     forget()
     yield request.param
     monkeypatch.undo()
@@ -60,14 +61,14 @@ def processor(request, monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
-def test_the_product_is_torchs(dtype, threads, processor):
-    assert (skinny.plan(0, 1, 36).chains > 1) == (processor == "znver4")
+def test_the_product_is_torchs(dtype, threads, zen):
+    assert (skinny.plan(0, 1, 36).chains > 1) == zen
     product = kernel._product(dtype)
     assert kernel.self_check(product, dtype, threads) < 1e-6
     assert kernel._compiled(dtype, threads) is product
 
 
-def test_every_plan_has_its_tiles(processor):
+def test_every_plan_has_its_tiles(zen):
     for dtype in skinny.DTYPES:
         for rows in range(1, kernel.MAX_ROWS + 1):
             for steps in [*range(1, 40), *(int(1.3**power) for power in range(14, 40))]:
@@ -132,6 +133,8 @@ def test_threads_change_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(kernel, "MIN_SHARED", 1)
     module = linear(96, 301, dtype=dtype).requires_grad_(False)
     for rows in (1, 2, 5, 9, 17):
+        if rows > kernel.most_rows(dtype):
+            continue  # torch's own
         x = torch.randn(rows, 96).to(dtype)
         results = []
         for threads in (1, 2, 4):
@@ -347,3 +350,22 @@ def test_a_copy_made_during_a_call_is_a_plain_model():
         assert not torch.equal(copies[0](x), module(x)), "it multiplies by the weights of the original"
         assert type(module) is kernel.FewRows
     assert type(module) is nn.Linear
+
+
+def test_beyond_the_rows_at_which_torch_is_quicker_it_is_torchs(monkeypatch):
+    monkeypatch.setitem(skinny.MOST_ROWS, kernel.DTYPES.index(torch.float32), 3)
+    kernel.most_rows.cache_clear()
+    asked = []
+
+    def linear_of_torch(x, *rest):
+        asked.append(len(x))
+        return nn.functional.linear(x, *rest)
+
+    monkeypatch.setattr(kernel, "nn", SimpleNamespace(functional=SimpleNamespace(linear=linear_of_torch)))
+    try:
+        with torch.no_grad():
+            for rows in range(1, 6):
+                kernel._few_rows(torch.randn(rows, 64), torch.randn(30, 64), None)
+    finally:
+        kernel.most_rows.cache_clear()
+    assert asked == [4, 5]
