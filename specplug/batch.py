@@ -149,7 +149,8 @@ def decode_batch(
 
     capture = capture or Capture()
     fixed: FixedPasses | None = None
-    if why_not_fixed(model, capture.graph, len(rows)) is None:
+    not_fixed = why_not_fixed(model, capture.graph, len(rows))
+    if not_fixed is None:
         fixed = capture.fixed(model)
         fixed.fill(cache, padding)
     held = list(rows)  # rows in the cache
@@ -230,12 +231,13 @@ def decode_batch(
             if fixed is not None:
                 logits = _fixed_pass(fixed, held, active, proposals, width)
             else:
+                capture.count(model, False, not_fixed)
                 inputs = _target_inputs(model, active, proposals, width, slots, model_kwargs)
                 logits = model(**inputs, return_dict=True).logits[:, -width:].float()  # (A, G + 1, V)
             target.add(forward, capture.seconds - before)
     finally:
         capture.close()
-        stats.seconds_capture += capture.seconds
+        capture.add_to(stats)
         caches.finish(cache)
         stats.seconds_rounds += now() - started
         stats.seconds_target += target.seconds

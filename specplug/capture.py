@@ -14,7 +14,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from specplug.attention import own_sdpa
 from specplug.cache import NAME, Rooms, RoomyLayer
 from specplug.choices import Graph
 from specplug.recording import RECORDING, Recording, trace_with_weights
+from specplug.stats import Stats
 from specplug.swapping import modules_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ STOCK = ("torch.nn.", "transformers.", "specplug.")
 
 
 class Capture:
-    """Recordings and graphs of one call, of all its models, and the seconds that making them took.
+    """Recordings and graphs of one call, of all its models, the seconds that making them took, and how many passes were replays.
 
     Args: `graph`, one of GRAPHS; `uses_before`, how many passes of a kind there are before one is recorded, None for as many as
     make it likely that a recording is repaid.
@@ -58,10 +59,26 @@ class Capture:
         self.uses_before = uses_before
         self.seconds = 0.0  # of recording, without the ordinary passes made meanwhile
         self.num_early = 0  # runs of programs that are going to be captured, and take several times as long until then
+        self.num_passes = self.num_replayed = 0
+        self.not_replayed: Counter[str] = Counter()  # as `Stats` has it
         self._opened: list[Any] = []
 
-    def passes(self, model: PreTrainedModel) -> "Passes":
-        return Passes(self, model)
+    def count(self, model: PreTrainedModel, replayed: bool, reason: str | None = None) -> None:
+        """A pass. `reason`: why it was no replay, and never will be one."""
+        self.num_passes += 1
+        self.num_replayed += replayed
+        if reason is not None:
+            self.not_replayed[f"{type(model).__name__}: {reason}"] += 1
+
+    def add_to(self, stats: Stats) -> None:
+        stats.seconds_capture += self.seconds
+        stats.num_passes += self.num_passes
+        stats.num_replayed += self.num_replayed
+        stats.not_replayed.update(self.not_replayed)
+
+    def passes(self, model: PreTrainedModel, reason: str | None = None) -> "Passes":
+        """`reason`: why they are not to be recorded in this call."""
+        return Passes(self, model, reason)
 
     def fixed(self, model: PreTrainedModel) -> "FixedPasses":
         """Passes of rows of any lengths, until `close`: at fixed shapes where the device has graphs for them."""
@@ -69,15 +86,9 @@ class Capture:
         from specplug.ragged_pass import RaggedPasses
 
         kind = FixedPasses if has_graphs(model, self.graph) else RaggedPasses
-        self._opened.append(kind(model, self.graph, self.uses_before, self._spend, self._early))
-        opened: FixedPasses = self._opened[-1]
+        opened: FixedPasses = kind(model, self)
+        self._opened.append(opened)
         return opened
-
-    def _spend(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def _early(self) -> None:
-        self.num_early += 1
 
     def close(self) -> None:
         while self._opened:
@@ -87,15 +98,15 @@ class Capture:
 class Passes:
     """The passes of one model in one call, on one sequence without padding."""
 
-    def __init__(self, capture: Capture, model: PreTrainedModel) -> None:
-        self._capture, self.model = capture, model
+    def __init__(self, capture: Capture, model: PreTrainedModel, reason: str | None = None) -> None:
+        self.capture, self.model = capture, model
         self._uses_before = USES_BEFORE if capture.uses_before is None else capture.uses_before
-        self._recordings, self.weights = recordings_of(model, capture.graph)
+        self._recordings, self.weights = recordings_of(model, capture.graph) if reason is None else (reason, [])
 
     def recording(self, key: Hashable, inference: bool, most: int) -> Recording | None:
         """Of the model as it is. None where it is not to be recorded, or there are so many recordings already, and not this one."""
         known = self._recordings
-        if known is None or (len(known) >= most and (key, inference) not in known):
+        if isinstance(known, str) or (len(known) >= most and (key, inference) not in known):
             return None
         return known[key, inference]
 
@@ -108,13 +119,17 @@ class Passes:
         `attention_mask`, (1, 1, W, T + W), where the ids are not one behind another.
         """
         width = ids.shape[1]
-        if self._recordings is None or width > MAX_WIDTH or not served(cache):
+        if isinstance(self._recordings, str) or width > MAX_WIDTH or not served(cache):
+            if cache.get_seq_length():  # else it is a draft's prompt
+                other = None if width > MAX_WIDTH else "its cache has layers that do not hold the whole text"
+                self.capture.count(self.model, False, self._recordings if isinstance(self._recordings, str) else other)
             return ordinary()
         inputs = _inputs(ids, cache, given)
         mask = None if inputs[2] is inputs[1] else inputs[2].dtype
         recording = self._recordings[mask, torch.is_inference_mode_enabled()]
         rooms: Rooms = cache.layers[0].rooms
         if width in recording.ready:
+            self.capture.count(self.model, True)
             logits: Tensor = recording.run([*inputs, *rooms.lengthen(width)], self.weights)
             return logits
         make = functools.partial(record, self.model)
@@ -145,10 +160,11 @@ class Passes:
             replayed = recording.prepare(lambda: make(rooms, given), length, given, self.weights)
         over = time.perf_counter()
         found = ordinary()
-        self._capture.seconds += over - started
+        self.capture.seconds += over - started
         if replayed is not None:
             parts = [replayed] if isinstance(replayed, Tensor) else list(replayed)
             recording.check(width, [*parts, *given], [*found, *inputs, *rooms.held(cache.get_seq_length())])
+        self.capture.count(self.model, False, recording.refused)
         return found
 
 
@@ -244,19 +260,20 @@ def served(cache: Any) -> bool:
 _KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, dict[Any, Recording]]]" = weakref.WeakKeyDictionary()
 
 
-def recordings_of(model: PreTrainedModel, graph: str) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
-    """Those of this model as it is now, None if it is not to be recorded or cannot be, and its weights, in the order of
+def recordings_of(model: PreTrainedModel, graph: str) -> tuple[dict[Any, Recording] | str, list[nn.Parameter]]:
+    """Those of this model as it is now, or the reason why it is not to be recorded, and its weights, in the order of
     `named_parameters`. A model that was changed is recorded anew."""
     if graph != "capture":
-        return None, []
+        return f"graph={graph}", []
     with RECORDING:  # meanwhile a model holds other tensors in the place of its weights
         return _recordings(model)
 
 
-def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | None, list[nn.Parameter]]:
+def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | str, list[nn.Parameter]]:
     modules = modules_of(model)
-    if why_not(model, modules) is not None:
-        return None, []
+    reason = why_not(model, modules)
+    if reason is not None:
+        return reason, []
     weights = [each for module in modules for each in module._parameters.values()]
     buffers = [each for module in modules for each in module._buffers.values()]
     state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]

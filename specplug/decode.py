@@ -263,7 +263,7 @@ def decode(
         capture.close()
         stats.seconds_rounds += now() - started
         stats.seconds_target += clock.seconds
-        stats.seconds_capture += capture.seconds
+        capture.add_to(stats)
         stats.num_draft_steps += session.num_steps
         stats.seconds_draft_forward += session.seconds_forward
     return output.finish(target.cache)

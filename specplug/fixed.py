@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from specplug.cache import CROPPABLE, NAME, new_draft_cache
-from specplug.capture import plain_values
+from specplug.capture import Capture, plain_values
 from specplug.config import first_line
 from specplug.graphs import GRAPHS, Graph, compiled_passes, say_once
 from specplug.ragged import FULL, SLIDING, RaggedCache
@@ -54,7 +54,7 @@ class Buffers:
         self.cache, self.state = RaggedCache(model, like, num_rows, room), state
         self.programs: dict[Hashable, Program] = {}
         self.shared: dict[str, Any] = {}  # among its graphs
-        self.refused = False  # to be captured
+        self.refused: str | None = None  # the reason why it cannot be captured
         self.used: Any = None  # behind the last call's work on the device; the next may be on another stream
 
     def forward(self, ids: Tensor, positions: Tensor, compiled: bool = False) -> Tensor:
@@ -116,20 +116,11 @@ class FixedPasses:
 
     has_graphs = True  # so rows that are finished stay while half of them go on, and drafts are made by programs
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        graph: str,
-        uses_before: int | None = None,
-        spent: Callable[[float], None] = lambda seconds: None,
-        early: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`graph`: one of capture.GRAPHS. `uses_before`: of a program, before it is captured. `spent` is told the seconds of that, and
-        `early` is called at each of those uses."""
+    def __init__(self, model: PreTrainedModel, capture: Capture) -> None:
         self.model: Any = model
-        self._spent, self._early, self._compiled = spent, early, graph == "compile"
-        self._graph = None if graph == "off" else GRAPHS.get(model.device.type)
-        self._uses_before = USES_BEFORE if uses_before is None else uses_before
+        self.capture, self._compiled = capture, capture.graph == "compile"
+        self._graph = None if capture.graph == "off" else GRAPHS.get(model.device.type)
+        self._uses_before = USES_BEFORE if capture.uses_before is None else capture.uses_before
         self._state = _state(model)
         self._buffers: Any = None
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -177,16 +168,17 @@ class FixedPasses:
 
     def run(self, program: Program) -> None:
         program.uses += 1
-        if self._graph is None:
+        if self._graph is None:  # compiled, on a device without graphs
             program.function()
             return
         if program.graph is None and program.uses > self._uses_before and not self._buffers.refused:
             self._make_graph(program)
+        self.capture.count(self.model, program.graph is not None, self._buffers.refused)
         if program.graph is not None:
             program.graph()
         else:
             if program.uses > 0 and not self._buffers.refused:
-                self._early()
+                self.capture.num_early += 1
             # As it is captured, so that nothing is compiled for both.
             with torch.inference_mode(False), torch.no_grad():
                 program.function()
@@ -199,9 +191,10 @@ class FixedPasses:
         except Exception as error:  # whatever a model does that cannot be captured
             program.uses = -(1 << 62)  # never again
             # Nor any other of the model's, which would fail as well, unless it was this one's size.
-            self._buffers.refused = not isinstance(error, torch.OutOfMemoryError)
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._buffers.refused = first_line(error)
             say_once(self.model, f"is run without graphs: {first_line(error)}")
-        self._spent(time.perf_counter() - started)
+        self.capture.seconds += time.perf_counter() - started
 
     def make_room(self, length: int) -> None:
         """Have so many positions a row; where there are fewer, what is held moves to larger buffers, once for each doubling."""
@@ -355,7 +348,7 @@ def _tried_out(model: PreTrainedModel) -> str | None:
     """Two rows of different lengths in one pass have to come out as each of them does alone, as transformers computes it."""
     vocab_size = model.config.get_text_config().vocab_size
     texts = [[number % vocab_size for number in row] for row in ((11, 5, 17, 7, 13, 3), (2, 19, 23, 29))]
-    passes = FixedPasses(model, "off")
+    passes = FixedPasses(model, Capture("off"))
     try:
         with torch.no_grad():
             found, expected, others = [], [], []

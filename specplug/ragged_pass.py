@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specplug.capture import MAX_WIDTH, USES_BEFORE, recordings_of
+from specplug.capture import MAX_WIDTH, USES_BEFORE, Capture, recordings_of
 from specplug.fixed import FixedPasses, run_pass
 from specplug.ragged import Places, RaggedCache
 from specplug.recording import trace_with_weights
@@ -20,12 +20,12 @@ from specplug.recording import trace_with_weights
 class RaggedPasses(FixedPasses):
     has_graphs = False
 
-    def __init__(self, model: PreTrainedModel, graph: str, uses_before: int | None = None, *more: Any) -> None:
-        super().__init__(model, graph, uses_before, *more)
+    def __init__(self, model: PreTrainedModel, capture: Capture) -> None:
+        super().__init__(model, capture)
         self._num_slots = 0  # that hold anything
         self._rest: RaggedCache | None = None  # what is left of the cache when rows have left
-        self._recorded_after = USES_BEFORE if uses_before is None else uses_before
-        self._recordings, self._weights = recordings_of(model, graph)
+        self._recorded_after = USES_BEFORE if capture.uses_before is None else capture.uses_before
+        self._recordings, self._weights = recordings_of(model, capture.graph)
 
     @property
     def cache(self) -> RaggedCache:
@@ -57,12 +57,14 @@ class RaggedPasses(FixedPasses):
         self._num_slots = max(self._num_slots, num_slots)
         cache = self.cache
         positions = torch.tensor(starts, device=ids.device)[:, None] + torch.arange(width, device=ids.device)
-        if self._recordings is None or width > MAX_WIDTH:
+        if isinstance(self._recordings, str) or width > MAX_WIDTH:
+            self.capture.count(self.model, False, self._recordings if isinstance(self._recordings, str) else None)
             return self._ordinary(ids, positions, num_slots)
         # One position is computed otherwise than several.
         recording = self._recordings["ragged", width == 1, torch.is_inference_mode_enabled()]
         inputs, shape = [ids, positions, cache.places.rows], (len(ids), width)
         if shape in recording.ready:
+            self.capture.count(self.model, True)
             return recording.run([*inputs, *cache.held(num_slots)], self._weights).float()
         started = time.perf_counter()
         replayed = None
@@ -75,9 +77,10 @@ class RaggedPasses(FixedPasses):
             )
         over = time.perf_counter()
         logits = self._ordinary(ids, positions, num_slots)
-        self._spent(over - started)
+        self.capture.seconds += over - started
         if replayed is not None:
             recording.check(shape, [replayed.float(), *aside], [logits, *cache.held(num_slots)])
+        self.capture.count(self.model, False, recording.refused)
         return logits
 
     def _ordinary(self, ids: Tensor, positions: Tensor, num_slots: int) -> Tensor:

@@ -38,7 +38,7 @@ class Recording:
         self.recorded_at = 0  # positions before it
         self.replay: Any = None
         self.ready: set[Any] = set()  # widths, and numbers of rows, at which it was right
-        self.refused = False
+        self.refused: str | None = None  # the reason
 
     def prepare(self, make: Callable[[], Any], length: int, inputs: list[Tensor], weights: list[nn.Parameter]) -> Any:
         """Record, or return a replay that is to be compared. `length`: positions before those of the pass."""
@@ -77,7 +77,7 @@ class Recording:
             self._refuse("a replay differs from the pass")
 
     def _refuse(self, reason: str) -> None:
-        self.refused, self.ready = True, set()
+        self.refused, self.ready = reason, set()
         log.debug("specplug: passes are not captured: %s", reason)
 
 

@@ -101,7 +101,10 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"time outside both models' forward passes: {number(100 * (summary['overhead'] or 0), 1)} % of a round"
     )
     if summary["seconds_capture"] >= 0.005:
-        lines.append(f"recording passes took {number(summary['seconds_capture'])} s of these runs")
+        share = number(summary["replayed"], 0, " %", scale=100)
+        lines.append(f"{share} of the passes were replays; recording them took {number(summary['seconds_capture'])} s")
+    for reason, passes in summary["not_replayed"].items():
+        lines.append(f"not replayed, {passes} passes of {reason}")
     if summary["errors"]:
         failed = len(summary["errors"])
         lines.append(f"failed: {failed} of {failed + summary['num_samples']} prompts, which are not in these figures")

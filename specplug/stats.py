@@ -37,6 +37,13 @@ class Stats:
     seconds_draft_forward: float = 0.0  # of that, in its passes, and in choosing tokens if recorded with them
     num_draft_steps: int = 0  # forward passes of the draft
     seconds_capture: float = 0.0  # of the rounds, spent on recording passes that later ones replay
+    num_passes: int = (
+        0  # behind the prompts' that might have been replays: of the target, and draft steps that are launched alone
+    )
+    num_replayed: int = 0  # of these, as recordings or graphs
+    not_replayed: Counter[str] = field(
+        default_factory=Counter
+    )  # model and reason -> passes, besides those that came too early
 
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
@@ -100,6 +107,11 @@ class Stats:
         return self.seconds_rounds - self.seconds_draft_forward - self.seconds_target - self.seconds_capture
 
     @property
+    def replayed(self) -> float | None:
+        """Share of the passes that were replays."""
+        return ratio(self.num_replayed, self.num_passes)
+
+    @property
     def overhead(self) -> float | None:
         return ratio(self.seconds_other, self.seconds_rounds)
 
@@ -137,7 +149,7 @@ class Stats:
         counts = {each.name: saved[each.name] for each in fields(Stats)}
         for name in ("accepted", "drafted"):
             counts[name] = Counter({int(key): value for key, value in counts[name].items()})
-        return cls(**counts)
+        return cls(**counts | {"not_replayed": Counter(counts["not_replayed"])})
 
 
 @dataclass

@@ -122,6 +122,8 @@ def figures(samples: list[Sample], costs: dict[str, Any], bootstrap: int, seed: 
         "predicted_speedup_with_width": with_width,
         "overhead": stats.overhead,
         "seconds_capture": stats.seconds_capture,
+        "replayed": stats.replayed,
+        "not_replayed": dict(stats.not_replayed),
         "seconds_per_round": seconds_per_round(stats),
         "exactness": {kind: exactness[kind] for kind in VERDICTS},
         "mismatches": [sample["id"] for sample in samples if sample["exactness"]["kind"] == "mismatch"],

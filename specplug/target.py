@@ -55,8 +55,9 @@ class TargetPasses:
         """To be called once the draft has looked at the cache, before the first pass."""
         if self.fixed is None:
             caches.prepare_for_crop(self.cache, roomy=True)
-        recorded = self.fixed is None and _starts_at_zero(self.model_kwargs, len(self.text))
-        self._passes = (self._capture if recorded else Capture()).passes(self.model)
+            whole = _starts_at_zero(self.model_kwargs, len(self.text))
+            reason = None if whole else "padding, or positions or token types of the caller's own"
+            self._passes = self._capture.passes(self.model, reason)
 
     def score(self, drafted: Tensor, width: int, tree: Tree | None) -> Tensor:
         """Logits (1, W, V) in fp32 of the last `width` tokens of the text with the drafts behind it, (1, T): the last committed one

@@ -1,6 +1,7 @@
 """Recorded passes: bit by bit what transformers computes, used only where that was seen, made anew when the model changes."""
 
 import gc
+import json
 import os
 import threading
 import weakref
@@ -26,6 +27,7 @@ import specplug
 from specplug import capture, kernel
 from specplug.cache import NAME, prepare_for_crop
 from specplug.recording import Recording, trace
+from specplug.stats import Stats
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +306,7 @@ def test_what_is_not_recorded_says_why(which):
                 assert "gradients" in why_not(model)
             return
         assert why_not(model) is not None
-        assert capture.Capture("capture").passes(model)._recordings is None
+        assert capture.Capture("capture").passes(model)._recordings == why_not(model)
 
 
 def test_weights_still_ask_for_gradients():
@@ -327,6 +329,15 @@ def test_a_call_has_the_same_ids_with_and_without(options):
             torch.manual_seed(0)
             found[graph] = [model.generate(prompt(9), max_new_tokens=60, **options) for _ in range(3)]
             assert (plugin.stats.seconds_capture > 0) == (graph == "capture")
+            stats = plugin.stats
+            if graph == "off":
+                assert stats.num_replayed == 0 and stats.not_replayed == {
+                    "LlamaForCausalLM: graph=off": stats.num_passes
+                }
+            else:
+                assert stats.num_replayed > stats.num_passes / 2 and not stats.not_replayed
+            assert stats.num_rounds < stats.num_passes <= stats.num_rounds + stats.num_draft_steps
+            assert Stats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
     assert all(map(torch.equal, *found.values()))
     assert 4 in recordings(model) and 1 in recordings(draft)
 
@@ -360,6 +371,18 @@ def test_padding_and_positions_of_ones_own_go_the_ordinary_way(what):
     with specplug.attach(model, "lookup", graph="capture") as plugin:
         assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False, **given), plain)
         assert plugin.last.engine != "plain" and plugin.stats.seconds_capture == 0
+        (reason,) = plugin.last.not_replayed
+        assert what in reason and plugin.last.num_replayed == 0 and plugin.last.num_passes == plugin.last.num_rounds
+
+
+def test_a_draft_that_is_not_replayed_is_named():
+    model, draft = make_model("llama"), make_model("gpt2")
+    draft.transformer.h[0].register_forward_hook(lambda *_: None)
+    with specplug.attach(model, draft, gamma=3) as plugin:
+        model.generate(prompt(9), max_new_tokens=60, do_sample=False)
+    (reason,) = plugin.last.not_replayed
+    assert reason.startswith("GPT2LMHeadModel: GPT2Block ") and "hooks" in reason
+    assert plugin.last.not_replayed[reason] == plugin.last.num_draft_steps - 1  # but the prompt's
 
 
 def test_threads_share_recordings():

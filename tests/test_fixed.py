@@ -29,6 +29,7 @@ from transformers import (
 import specplug
 from specplug import capture, fixed, launches, ragged, ragged_pass
 from specplug.cache import NAME
+from specplug.capture import Capture
 from specplug.drafters import Request, fixed_model
 from specplug.drafters.fixed_model import DraftLoop, FixedDraft
 from specplug.drafters.model import ModelDrafter
@@ -75,7 +76,7 @@ def passes_over(model, graph="capture", uses_before=0):
         cache = DynamicCache(config=model.config)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{NAME: cache})
-        passes = fixed.FixedPasses(model, graph, uses_before)
+        passes = fixed.FixedPasses(model, Capture(graph, uses_before))
         passes.fill(cache, [0, 5])
         whole = [model(input_ids=text, use_cache=False).logits[0] for text in texts]
         for starts, width in (([12, 7], 3), ([14, 8], 5), ([12, 7], 3), ([15, 9], 4), ([17, 12], 1), ([15, 10], 3)):
@@ -283,7 +284,7 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
         assert fixed._IDLE[model]
         plugin.attach(model)
     assert model not in fixed._IDLE  # detached, it keeps no memory
-    passes = [fixed.FixedPasses(model, "off") for _ in range(2)]
+    passes = [fixed.FixedPasses(model, Capture("off")) for _ in range(2)]
     for each in passes:
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
@@ -291,7 +292,7 @@ def test_buffers_are_taken_by_one_call_at_a_time_kept_within_bounds_and_gone_wit
         each.fill(cache, [0])
     assert passes[0].cache is not passes[1].cache
     passes[0].close()
-    again = fixed.FixedPasses(model, "off")
+    again = fixed.FixedPasses(model, Capture("off"))
     again.fill(cache, [0])
     assert again.cache is not passes[1].cache
     gone = weakref.ref(model)

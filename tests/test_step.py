@@ -72,8 +72,8 @@ def test_sampled_drafts_are_those_of_python(target, settings):
     model = noisy_copy(target, scale=0.02)
     assert_same(texts(target, model, "capture", None, settings), texts(target, model, "off", None, settings))
     (recording,) = steps_recorded(model)
-    assert recording.refused == ("min_p" in settings)  # torch cannot run what its tracer makes of min-p
-    assert bool(recording.ready) != recording.refused
+    assert bool(recording.refused) == ("min_p" in settings)  # torch cannot run what its tracer makes of min-p
+    assert bool(recording.ready) != bool(recording.refused)
     if recording.refused:  # then its passes alone are recorded
         assert _KNOWN[model][1][None, True].ready
 

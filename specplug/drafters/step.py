@@ -63,6 +63,7 @@ class Step:
             inputs.append(torch.rand((1, 1), dtype=torch.float64, device=new.device))
         rooms: Rooms = cache.layers[0].rooms
         if recording.ready:
+            self.passes.capture.count(self.passes.model, True)
             found = recording.run([*inputs, *rooms.lengthen(1)], self.passes.weights)
         else:
             found = self.passes.compared(
