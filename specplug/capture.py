@@ -6,7 +6,8 @@ results are equal bit by bit. That is checked before a recording is used, and at
 hold, or which branches on values, runs as usual. torch recommends `torch.compile` instead, which on the CPU needs a C++ compiler,
 takes minutes, and rounds differently. Where a later torch has no tracer, nothing is recorded.
 
-Served: stock modules of torch and transformers without hooks, sdpa attention, a cache of full layers, no padding.
+Served: stock modules of torch and transformers without hooks, sdpa and eager attention, a cache of full layers, no padding. Sliding windows are
+served by ragged_pass.py.
 """
 
 import functools
@@ -124,9 +125,9 @@ class Passes:
                 other = None if width > MAX_WIDTH else "its cache has layers that do not hold the whole text"
                 self.capture.count(self.model, False, self._recordings if isinstance(self._recordings, str) else other)
             return ordinary()
-        inputs = _inputs(ids, cache, given)
-        mask = None if inputs[2] is inputs[1] else inputs[2].dtype
-        recording = self._recordings[mask, torch.is_inference_mode_enabled()]
+        inputs = _inputs(ids, cache, _is_eager(self.model), given)
+        kind = None if given is None and width == 1 else inputs[2].dtype  # of the mask, where there is one
+        recording = self._recordings[kind, torch.is_inference_mode_enabled()]
         rooms: Rooms = cache.layers[0].rooms
         if width in recording.ready:
             self.capture.count(self.model, True)
@@ -199,6 +200,8 @@ def record(model: PreTrainedModel, rooms: Rooms, inputs: list[Tensor]) -> Any:
     Raises as `trace`.
     """
     masked, length = inputs[2] is not inputs[1], inputs[-1].shape[-2] - inputs[0].shape[1]
+    # transformers takes a mask of four dimensions as it is, and eager attention adds it.
+    added = _is_eager(model) and inputs[2].dtype == torch.bool
 
     def forward(ids: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> Tensor:
         cache = DynamicCache(config=model.config)
@@ -207,7 +210,7 @@ def record(model: PreTrainedModel, rooms: Rooms, inputs: list[Tensor]) -> Any:
         arguments = {
             "input_ids": ids,
             "position_ids": positions,
-            "attention_mask": mask if masked else None,
+            "attention_mask": (_to_add(mask, model.dtype) if added else mask) if masked else None,
             "use_cache": True,
             "return_dict": True,
             NAME: cache,
@@ -226,14 +229,25 @@ def record(model: PreTrainedModel, rooms: Rooms, inputs: list[Tensor]) -> Any:
     return trace_with_weights(model, forward, inputs, others)
 
 
-def _inputs(ids: Tensor, cache: Any, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """ids (1, W), their positions, and what each may look at of the T positions in the cache and of these."""
+def _to_add(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """As transformers makes it for eager attention."""
+    nothing = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, nothing, torch.finfo(dtype).min)
+
+
+def _is_eager(model: PreTrainedModel) -> bool:
+    return model.config._attn_implementation == "eager"
+
+
+def _inputs(ids: Tensor, cache: Any, always: bool, given: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """ids (1, W), their positions, and what each may look at of the T positions in the cache and of these. `always`: also where that is
+    everything; eager attention has a mask then, too, which transformers would make for this length."""
     if given is not None:
         return [ids, given["position_ids"], given["attention_mask"]]
     width, length = ids.shape[1], cache.layers[0].get_seq_length()
     room = length + -length % ROOM  # for the texts of many rounds
     positions = _positions(room, ids.device)[:, length : length + width]
-    if width == 1:  # may look at everything: no mask, and something in its place
+    if width == 1 and not always:  # may look at everything: no mask, and something in its place
         return [ids, positions, positions]
     return [ids, positions, _seen(width, room, ids.device)[:, :, :, room - length :]]
 
@@ -309,8 +323,8 @@ def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
         return "the call runs under autocast, or with gradients"
     if _get_current_dispatch_mode() is not None or _get_current_function_mode() is not None:
         return "the call runs under a mode that watches operations"
-    if model.config._attn_implementation != "sdpa":
-        return f"its attention is {model.config._attn_implementation}, and only sdpa is recorded"
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is {model.config._attn_implementation}, and only sdpa and eager are recorded"
     if not own_sdpa():
         return "sdpa is a function of the caller's"
     if not _takes_positions(type(model).forward):

@@ -190,6 +190,7 @@ def decode(
         noise,
         judge=stop_drafting,
         capture=capture,
+        length=None if room is None else len(text) - hidden + room,
         tree=schedule.tree is not None,
         since=lambda _, known: text.since(hidden + known),
     )

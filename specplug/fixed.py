@@ -23,9 +23,11 @@ from transformers.generation import GenerationMixin
 
 from specplug.cache import CROPPABLE, NAME, new_draft_cache
 from specplug.capture import Capture, plain_values
+from specplug.capture import why_not as why_not_recorded
 from specplug.config import first_line
 from specplug.graphs import GRAPHS, Graph, compiled_passes, say_once
 from specplug.ragged import FULL, SLIDING, RaggedCache
+from specplug.swapping import modules_of
 
 # Widths that passes are padded to; a wider pass has its own width.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33)
@@ -35,6 +37,7 @@ KEPT, KEPT_SHARE = 4, 0.25
 PROGRAMS = 24  # of a set: widths, and numbers of drafts with each list of processors; the one not used for longest goes
 # Of a program, before it is captured: capturing runs it three times and costs as much again, and replays save most of a run.
 USES_BEFORE = 4
+WINDOWS = 2
 OURS = ("torch", "transformers", "bitsandbytes", "specplug")  # packages whose modules may be captured
 
 
@@ -236,11 +239,17 @@ def has_graphs(model: PreTrainedModel, graph: str) -> bool:
     return graph == "compile" or (graph != "off" and model.device.type in GRAPHS)
 
 
-def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1) -> str | None:
+def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1, length: int | None = None) -> str | None:
     """None if the passes of this model are to be run on a ragged cache, else the reason why not: where there are graphs for them,
-    and for several rows wherever passes are recorded."""
-    if not has_graphs(model, graph) and (graph == "off" or num_rows == 1):
-        return f"graph={graph} on {model.device.type}"
+    for several rows wherever passes are recorded, and for one if it has windows, and may come to `length` positions at most."""
+    if not has_graphs(model, graph):
+        reason = None
+        if graph == "off":
+            reason = f"graph=off on {model.device.type}"
+        elif num_rows == 1:
+            reason = _why_not_alone(model, length)
+        if reason is not None:
+            return reason
     if torch.is_autocast_enabled(model.device.type) or torch.is_grad_enabled():
         return "the call runs under autocast, or with gradients"
     text = model.config.get_text_config()
@@ -265,6 +274,18 @@ def why_not(model: PreTrainedModel, graph: str, num_rows: int = 1) -> str | None
     if model not in _TRIED:
         _TRIED[model] = _tried_out(model)
     return _TRIED[model]
+
+
+def _why_not_alone(model: PreTrainedModel, length: int | None) -> str | None:
+    """One sequence has recordings of another kind, which are quicker, see capture.py; but for windows, since their layers drop what they
+    do not see any more. Here they hold it, and look past it, so the text should not be much longer than they are."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not window or SLIDING not in (getattr(config, "layer_types", None) or [SLIDING]):
+        return "one sequence of full layers is recorded in another way"
+    if length is None or length > WINDOWS * window:
+        return f"a text may be longer than {WINDOWS} windows of {window} positions"
+    return why_not_recorded(model, modules_of(model))
 
 
 def _why_not_module(module: nn.Module) -> str | None:

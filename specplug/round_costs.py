@@ -20,7 +20,7 @@ from specplug.capture import Capture, Passes
 from specplug.config import ConfigError
 from specplug.drafters import Request
 from specplug.drafters.model import ModelDrafter
-from specplug.fixed import FixedPasses, has_graphs, why_not
+from specplug.fixed import FixedPasses, why_not
 from specplug.kernel import swapped
 from specplug.models import context_length
 
@@ -88,7 +88,7 @@ class Standing:
 
     def use_graphs(self, capture: Capture) -> None:
         """Where rounds go by passes at fixed shapes, go by them from now on, until the capture is closed."""
-        if self.fixed is None and has_graphs(self.model, capture.graph) and why_not(self.model, capture.graph) is None:
+        if self.fixed is None and why_not(self.model, capture.graph, 1, self.length) is None:
             self.fixed = capture.fixed(self.model)
             self.fixed.fill(self.cache, [0])
 
@@ -108,11 +108,11 @@ class Standing:
             passes(new, self.cache, ordinary)
         synchronize(self.model)
         seconds = time.perf_counter() - started
-        if self.fixed is not None:
-            return seconds
         grows = int(self.grown[width > 1] < GROWTH)
         self.grown[width > 1] += grows
-        crop(self.cache, width - grows)
+        self.length += grows
+        if self.fixed is None:
+            crop(self.cache, width - grows)
         return seconds
 
 

@@ -40,10 +40,12 @@ class TargetPasses:
         self.cache = caches.get_cache(model_kwargs)
         self.prompt_length = len(text)
         self.fixed: FixedPasses | None = None
-        if not trees and why_not_fixed(model, capture.graph) is None and _usual(model_kwargs, hidden, text):
+        length = len(text) - hidden
+        longest = None if room is None else length + room
+        served = not trees and why_not_fixed(model, capture.graph, 1, longest) is None
+        if served and _usual(model_kwargs, hidden, text):
             self.fixed = capture.fixed(model)
             # No buffers for more than twice the prompt, however many tokens may come.
-            length = len(text) - hidden
             self.fixed.fill(self.cache, [hidden], length + min(length if room is None else room, length))
         self._capture = capture
         self.places: list[int] = []

@@ -61,7 +61,8 @@ ARCHITECTURES = {
     "Qwen3": BASE | {"head_dim": 8},
     "Mistral": BASE | {"sliding_window": 8},
     "Gemma2": BASE | {"head_dim": 8, "sliding_window": 8},
-    "Gemma3Text": BASE | {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+    # of which half the texts, and drafts, stay within two windows
+    "Gemma3Text": BASE | {"head_dim": 8, "sliding_window": 16, "num_hidden_layers": 3, "sliding_window_pattern": 3},
     "GPT2": SMALL | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "GPTNeoX": BASE,
     "Phi3": BASE,

@@ -15,7 +15,9 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma3TextConfig,
     GPTNeoXConfig,
+    MistralConfig,
     MixtralConfig,
     OPTConfig,
     Qwen3Config,
@@ -96,9 +98,10 @@ SMALL = dict(
     ],
     ids=lambda config: config.model_type,
 )
-def test_other_architectures_are_recorded_right(config):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_other_architectures_are_recorded_right(config, attention):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     assert same(run(model, WIDTHS), run(model, WIDTHS, "off"))
     assert recordings(model) == {1, 3, 5}
 
@@ -320,8 +323,9 @@ def test_weights_still_ask_for_gradients():
 
 
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8)])
-def test_a_call_has_the_same_ids_with_and_without(options):
-    model = make_model("llama")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_call_has_the_same_ids_with_and_without(options, attention):
+    model = make_model("llama", attn_implementation=attention)
     draft = noisy_copy(model)
     found = {}
     for graph in ("capture", "off"):
@@ -343,8 +347,9 @@ def test_a_call_has_the_same_ids_with_and_without(options):
 
 
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8)])
-def test_trees_are_replayed_too(options):
-    model = make_model("llama")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_trees_are_replayed_too(options, attention):
+    model = make_model("llama", attn_implementation=attention)
     draft = noisy_copy(model)
     found = {}
     for graph in ("capture", "off"):
@@ -373,6 +378,45 @@ def test_padding_and_positions_of_ones_own_go_the_ordinary_way(what):
         assert plugin.last.engine != "plain" and plugin.stats.seconds_capture == 0
         (reason,) = plugin.last.not_replayed
         assert what in reason and plugin.last.num_replayed == 0 and plugin.last.num_passes == plugin.last.num_rounds
+
+
+WINDOWED = SMALL | dict(intermediate_size=64, head_dim=8, sliding_window=24, initializer_range=0.3, eos_token_id=None)
+WINDOWS = {
+    "mistral": MistralConfig(**WINDOWED, num_key_value_heads=2),
+    "gemma": Gemma3TextConfig(**WINDOWED | {"num_hidden_layers": 3}, sliding_window_pattern=3),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("drafted", ["model", "lookup"])
+def test_texts_of_two_windows_are_replayed_and_longer_ones_are_not(kind, options, drafted):
+    """The cache of a window drops what is behind it, so passes on it are not recorded; a cache that holds everything has the same text
+    and leaves the same behind."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(WINDOWS[kind]).eval()
+    draft = noisy_copy(model, 0.01) if drafted == "model" else "lookup"
+    ids = prompt(3).repeat(1, 3)
+    for num_new, within in ((39, True), (40, False)):
+        call = options | dict(max_new_tokens=num_new, min_new_tokens=num_new, return_dict_in_generate=True)
+        torch.manual_seed(1)
+        expected = model.generate(ids, **call)
+        with specplug.attach(model, draft, gamma=3, verify="walk") as plugin:
+            plugin.record_after = 0
+            torch.manual_seed(1)
+            found = model.generate(ids, **call)
+        assert plugin.last.engine == "rounds" and torch.equal(found.sequences, expected.sequences)
+        assert plugin.last.num_accepted > 0 or drafted == "lookup"
+        assert (plugin.last.num_replayed > plugin.last.num_passes / 2) == within
+        reasons = [each.partition(": ")[2] for each in plugin.last.not_replayed]
+        assert reasons == [] if within else set(reasons) == {"its cache has layers that do not hold the whole text"}
+        for mine, plains in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            assert mine.get_seq_length() == plains.get_seq_length()
+            assert torch.allclose(mine.keys, plains.keys, atol=1e-4) and torch.allclose(
+                mine.values, plains.values, atol=1e-4
+            )
 
 
 def test_a_draft_that_is_not_replayed_is_named():
@@ -442,7 +486,7 @@ def test_positions_and_what_they_see(length, width):
         torch.zeros((1, width), dtype=torch.long),
         SimpleNamespace(layers=[SimpleNamespace(get_seq_length=lambda: length)]),
     )
-    given, positions, seen = capture._inputs(ids, cache)
+    given, positions, seen = capture._inputs(ids, cache, False)
     assert given is ids and positions.tolist() == [list(range(length, length + width))]
     if width > 1:
         expected = torch.arange(length + width) <= torch.arange(length, length + width)[:, None]

@@ -62,6 +62,7 @@ class Request:
     noise: Noise | None = None  # of the target's own draws to come: a draft that wins the same race is kept
     row: int = 0  # which of the noise's rows the session is for, if it is for one
     alone: bool = True  # the session is for all of the call's sequences; else there is one for each
+    length: int | None = None  # that a text may come to, where that is known
     tree: bool = False  # trees are going to be asked for: by `propose_tree` and `observe_path`
     judge: Judge | None = None  # asked before each draft, by its distribution, whether to stop
     capture: Capture = field(default_factory=Capture)  # of the call; a draft model's passes may be recorded as well

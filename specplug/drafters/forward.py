@@ -51,7 +51,7 @@ class Forward:
         inputs |= {"input_ids": new, "use_cache": True, "return_dict": True, NAME: self.cache}
         started, before = self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():  # a tenth quicker than no_grad for a small draft; nothing here is written in place
-            if padded and not first:
+            if padded and self.cache.get_seq_length():  # else it is the prompt
                 self.request.capture.count(self.model, False, "its rows are aligned by padding")
             if padded or not recorded:
                 logits = self.model(**inputs).logits

@@ -64,7 +64,8 @@ class ModelDrafter:
 
     def _fixed(self, request: Request, num_rows: int) -> bool:
         """Whether to draft on a ragged cache; not where each row of a batch has a session, and with it a cache, of its own."""
-        return not request.tree and request.alone and why_not(self.model, request.capture.graph, num_rows) is None
+        reason = why_not(self.model, request.capture.graph, num_rows, request.length)
+        return not request.tree and request.alone and reason is None
 
 
 class ModelSession(Forward):

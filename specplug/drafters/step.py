@@ -43,8 +43,9 @@ class Step:
         self.missing = request.vocab_size - num_logits
         self.recording: Recording | None = None
         processors = warp.key_of(request.processors)
-        on_cpu = passes.model.device.type == "cpu"  # a GPU has graphs, see fixed_model.py
-        if on_cpu and processors is not None and request.noise is None and not request.min_confidence:
+        # A GPU has graphs, see fixed_model.py; and eager attention a mask for each step.
+        recordable = passes.model.device.type == "cpu" and passes.model.config._attn_implementation == "sdpa"
+        if recordable and processors is not None and request.noise is None and not request.min_confidence:
             key = "step", request.do_sample, request.judge is not None, request.vocab_size, processors
             self.recording = passes.recording(key, True, MOST)
         self._last: Drawn | None = None
