@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from specplug.report import write_reports
+from specplug.report import headline, write_reports
 from specplug.stats import Stats
 from specplug.summary import summarize
 
@@ -48,6 +48,18 @@ def test_totals_over_totals():
     score = summary["task_score"]
     assert (score["baseline"], score["speculative"], score["verdict"]) == (1.0, 1.0, "equal")
     assert list(summary["categories"]) == ["a", "b"] and summary["categories"]["b"]["speedup"] == pytest.approx(4.0)
+
+
+def test_what_was_replayed_and_what_never_is():
+    samples = [sample("1"), sample("2")]
+    counts = dict(num_passes=20, num_replayed=13, seconds_capture=0.25, not_replayed={"GPT2LMHeadModel: graph=off": 5})
+    for each in samples:
+        each["speculative"]["stats"] |= counts
+    summary = summarize(samples, COSTS, bootstrap=0, seed=0)
+    assert summary["replayed"] == 0.65 and summary["not_replayed"] == {"GPT2LMHeadModel: graph=off": 10}
+    lines = headline(summary | {"errors": []})
+    assert "65 % of the passes were replays; recording them took 0.50 s" in lines
+    assert "not replayed, 10 passes of GPT2LMHeadModel: graph=off" in lines
 
 
 def test_prediction():
