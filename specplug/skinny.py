@@ -45,7 +45,7 @@ NEAR = 28 << 10  # bytes of x that the nearest cache holds beside a stream of we
 FAR = 384 << 10  # the same of the second cache
 BLOCK = 32  # rows of weights that share a block of x where all of it is more
 # Bytes that a row of weights is fetched ahead into the nearest cache: with more than one row of x its products wait in a queue that is
-# soon full. Tried on Intel's Emerald Rapids; not on AMD's Zen.
+# soon full. This, and what three tiles do, was tried on Intel's Emerald Rapids; not on AMD's Zen.
 SOON = 0 if _ZEN else 16 * VECTOR
 
 # num_w, num_x, chains. With one chain the rows of weights are read together. With more they are read one after the other,
@@ -343,6 +343,10 @@ def _compile(dtype: int) -> Any:
         row, last = num_steps * VECTOR, num_out - num_w
         ahead_row, ahead_step = (VECTOR, VECTOR * num_w) if in_order else (row, VECTOR)
         soon = SOON if tiles == 1 else 0  # of several tiles the first fetches for the others
+        # Of three tiles each asks for a third of what is ahead: else memory has nothing to do while the others multiply.
+        shares = tiles if tiles > 2 and in_order and SOON else 1
+        ahead_row, ahead_step = ahead_row // shares, ahead_step // shares
+        ahead_tile = num_w * row // shares if shares > 1 else 0
         sums = _room(0)
         while True:  # chunks of the rows of weights, until the threads have taken all
             first = _claim(task_at) * chunk
@@ -370,7 +374,7 @@ def _compile(dtype: int) -> Any:
                             kept = sums + ((n - n0) * num_rows + m * num_w) * VECTOR
                             to = out + (m * num_out + i) * size
                             fresh, whole = int(k == 0), int(k + steps == num_steps)
-                            where = (w, row, at, kept, steps, soon, ahead, ahead_row, ahead_step)
+                            where = (w, row, at, kept, steps, soon, ahead + t * ahead_tile, ahead_row, ahead_step)
                             then = (fresh, whole, bias, to, num_out * size)
                             _tiles(num_w, num_x, chains, where + then, dtype)
                             m += num_x
