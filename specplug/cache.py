@@ -223,11 +223,13 @@ def crop(cache: DynamicCache, tokens_to_remove: int) -> None:
 
 
 def shorten(cache: DynamicCache, length: int) -> None:
-    """Leave no more than so many positions, whatever each layer holds: a pass may have ended between two of them."""
+    """Leave no more than so many positions, whatever each layer holds: a pass may have ended between two of them. Also where there
+    are no more, sliding-window layers drop what lies behind the window."""
     layers: list[Any] = cache.layers
     for layer in layers:
-        if layer.is_initialized and layer.get_seq_length() > length:
-            layer.crop(length - layer.get_seq_length())
+        surplus = layer.get_seq_length() - length
+        if layer.is_initialized and (surplus > 0 or isinstance(layer, DynamicSlidingWindowLayer)):
+            layer.crop(-max(surplus, 0))
 
 
 def keep(cache: DynamicCache, width: int, places: list[int]) -> None:

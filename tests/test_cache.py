@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from conftest import make_model, prompt
+from conftest import make_model, noisy_copy, prompt
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import specplug
 from specplug import cache as caches
-from specplug.cache import ROOM, RoomyLayer
+from specplug.cache import NAME, ROOM, RoomyLayer
 
 
 def states(width, seed, rows=1):
@@ -92,3 +92,31 @@ def test_the_caller_gets_plain_layers_back_and_plain_decoding_goes_on_from_them(
         for each in (expected, found)
     ]
     assert torch.equal(*longer)
+
+
+@pytest.mark.parametrize("graph", ["capture", "off"])
+def test_windows_are_as_plain_decoding_leaves_them_wherever_a_streamer_raises(graph):
+    """Also at the last draft of a round that keeps them all: there is nothing to take back then, but what is behind the window."""
+    model = make_model("mistral")
+    model.generation_config.eos_token_id = None
+    ids, call = prompt(9), dict(do_sample=False, max_new_tokens=24)
+    expected = model.generate(ids, **call)
+
+    class Raises:
+        def put(self, _):
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("no more")
+
+    for number in range(2, 24):
+        cache, streamer = DynamicCache(config=model.config), Raises()
+        streamer.left = number
+        with (
+            specplug.attach(model, noisy_copy(model, 0.01), gamma=4, engine="rounds", graph=graph),
+            pytest.raises(RuntimeError, match="no more"),
+        ):
+            model.generate(ids, streamer=streamer, **call, **{NAME: cache})
+        assert all(layer.keys.shape[2] == model.config.sliding_window - 1 for layer in cache.layers)
+        text = expected[:, : cache.get_seq_length() + 1]
+        rest = expected.shape[1] - text.shape[1]
+        assert torch.equal(model.generate(text, do_sample=False, max_new_tokens=rest, **{NAME: cache}), expected)
