@@ -101,8 +101,11 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"time outside both models' forward passes: {number(100 * (summary['overhead'] or 0), 1)} % of a round"
     )
     if summary["seconds_capture"] >= 0.005:
-        share = number(summary["replayed"], 0, " %", scale=100)
-        lines.append(f"{share} of the passes were replays; recording them took {number(summary['seconds_capture'])} s")
+        share = summary["replayed"]  # an older run has not counted them
+        replays = (
+            "recording passes" if share is None else f"{100 * share:.0f} % of the passes were replays; recording them"
+        )
+        lines.append(f"{replays} took {number(summary['seconds_capture'])} s")
     for reason, passes in summary["not_replayed"].items():
         lines.append(f"not replayed, {passes} passes of {reason}")
     if summary["errors"]:

@@ -37,13 +37,11 @@ class Stats:
     seconds_draft_forward: float = 0.0  # of that, in its passes, and in choosing tokens if recorded with them
     num_draft_steps: int = 0  # forward passes of the draft
     seconds_capture: float = 0.0  # of the rounds, spent on recording passes that later ones replay
-    num_passes: int = (
-        0  # behind the prompts' that might have been replays: of the target, and draft steps that are launched alone
-    )
+    # Passes behind the prompts' that might have been replays: the target's, and draft steps that are launched alone.
+    num_passes: int = 0
     num_replayed: int = 0  # of these, as recordings or graphs
-    not_replayed: Counter[str] = field(
-        default_factory=Counter
-    )  # model and reason -> passes, besides those that came too early
+    # Model and reason -> passes that were none, besides those that came too early.
+    not_replayed: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
@@ -146,10 +144,12 @@ class Stats:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Stats":
-        counts = {each.name: saved[each.name] for each in fields(Stats)}
+        """Those of an older run may lack what is counted since."""
+        counts = {each.name: saved[each.name] for each in fields(Stats) if each.name in saved}
         for name in ("accepted", "drafted"):
             counts[name] = Counter({int(key): value for key, value in counts[name].items()})
-        return cls(**counts | {"not_replayed": Counter(counts["not_replayed"])})
+        counts["not_replayed"] = Counter(saved.get("not_replayed", {}))
+        return cls(**counts)
 
 
 @dataclass

@@ -62,6 +62,16 @@ def test_what_was_replayed_and_what_never_is():
     assert "not replayed, 10 passes of GPT2LMHeadModel: graph=off" in lines
 
 
+def test_a_run_that_was_made_before_replays_were_counted():
+    one = sample("1")
+    for name in ("num_passes", "num_replayed", "not_replayed"):
+        del one["speculative"]["stats"][name]
+    one["speculative"]["stats"]["seconds_capture"] = 0.5
+    summary = summarize([one], COSTS, bootstrap=0, seed=0)
+    assert summary["replayed"] is None and summary["not_replayed"] == {} and summary["num_accepted"] == 7
+    assert "recording passes took 0.50 s" in headline(summary | {"errors": []})
+
+
 def test_prediction():
     from specplug import theory
 
