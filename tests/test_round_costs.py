@@ -51,6 +51,23 @@ def test_a_text_as_long_as_the_context(length):
     assert all(each.ready for each in capture._KNOWN[model][1].values()) and capture._KNOWN[draft][1]
 
 
+def ready(model):
+    """Numbers of rows and widths that are replayed."""
+    _, recordings = capture._KNOWN.get(model, (None, {}))
+    return {shape for each in recordings.values() for shape in each.ready}
+
+
+@pytest.mark.parametrize("length, within", [(3, True), (40, False)])
+def test_windows_are_timed_by_the_passes_that_rounds_have(length, within):
+    """Up to two windows of 8 positions by recordings of ragged passes, behind that as transformers makes them."""
+    model = make_model("mistral")
+    draft = noisy_copy(model)
+    costs = measure_rounds(model, ModelDrafter(draft), prompt(length), [2, 4], repeats=8)
+    assert all(seconds > 0 for seconds in costs.target.values()) and costs.later_draft > 0
+    assert ready(model) == ({(1, 1), (1, 3), (1, 5)} if within else set())
+    assert ready(draft) == ({(1, 1)} if within else set())
+
+
 def test_where_a_device_has_graphs_it_is_their_passes_that_are_timed(llama, llama_draft, monkeypatch):
     monkeypatch.setitem(fixed.GRAPHS, "cpu", Replayed)
     Replayed.made = Replayed.replays = 0
