@@ -171,7 +171,7 @@ class FixedPasses:
 
     def run(self, program: Program) -> None:
         program.uses += 1
-        if self._graph is None:  # compiled, on a device without graphs
+        if self._graph is None:  # nothing can be replayed here
             program.function()
             return
         if program.graph is None and program.uses > self._uses_before and not self._buffers.refused:

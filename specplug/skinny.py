@@ -157,7 +157,7 @@ def _write(builder: Any, address: Any, values: Any, dtype: int) -> None:
 
 def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
     """A function in `module`: the products over `steps`, while memory is asked for what is `ahead`, and the second cache for what
-    is `soon` behind in the same rows.
+    lies `soon` bytes behind in the same rows.
 
     They are added to sums[x][w], unless `fresh`, and kept there, or written to out[x][w] if `last`.
     """
@@ -177,10 +177,9 @@ def _tile(module: Any, dtype: int, num_w: int, num_x: int, chains: int) -> Any:
             if chains == 1:  # a single stream is foreseen by the machine
                 there = builder.add(builder.add(ahead, builder.mul(step, ahead_step)), builder.mul(ahead_row, I64(r)))
                 builder.call(prefetch, [_at(builder, there, I8), I32(0), I32(2), I32(1)])  # to be read, second cache
-                if SOON:
-                    builder.call(
-                        prefetch, [_at(builder, builder.add(here, soon), I8), I32(0), I32(3), I32(1)]
-                    )  # nearest
+                if SOON:  # the nearest
+                    later = _at(builder, builder.add(here, soon), I8)
+                    builder.call(prefetch, [later, I32(0), I32(3), I32(1)])
         values = _at(builder, builder.add(x, builder.mul(step, I64(num_x * _vectors(dtype) * VECTOR))), vector)
         for v in range(_vectors(dtype)):
             for g in range(num_x):
