@@ -100,12 +100,9 @@ def headline(summary: dict[str, Any]) -> list[str]:
         f"{number(summary['predicted_speedup_with_width'])}x with the cost of the wider pass; "
         f"time outside both models' forward passes: {number(100 * (summary['overhead'] or 0), 1)} % of a round"
     )
-    if summary["seconds_capture"] >= 0.005:
-        share = summary["replayed"]  # an older run has not counted them
-        replays = (
-            "recording passes" if share is None else f"{100 * share:.0f} % of the passes were replays; recording them"
-        )
-        lines.append(f"{replays} took {number(summary['seconds_capture'])} s")
+    if summary["replayed"] is not None:  # else nothing could be, or the run was made before they were counted
+        took = f"; recording them took {number(summary['seconds_capture'])} s" * (summary["seconds_capture"] >= 0.005)
+        lines.append(f"{number(summary['replayed'], 1, ' %', scale=100)} of the passes were replays{took}")
     for reason, passes in summary["not_replayed"].items():
         lines.append(f"not replayed, {passes} passes of {reason}")
     if summary["errors"]:

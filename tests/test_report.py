@@ -58,7 +58,7 @@ def test_what_was_replayed_and_what_never_is():
     summary = summarize(samples, COSTS, bootstrap=0, seed=0)
     assert summary["replayed"] == 0.65 and summary["not_replayed"] == {"GPT2LMHeadModel: graph=off": 10}
     lines = headline(summary | {"errors": []})
-    assert "65 % of the passes were replays; recording them took 0.50 s" in lines
+    assert "65.0 % of the passes were replays; recording them took 0.50 s" in lines
     assert "not replayed, 10 passes of GPT2LMHeadModel: graph=off" in lines
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_was_made_before_replays_were_counted():
     one["speculative"]["stats"]["seconds_capture"] = 0.5
     summary = summarize([one], COSTS, bootstrap=0, seed=0)
     assert summary["replayed"] is None and summary["not_replayed"] == {} and summary["num_accepted"] == 7
-    assert "recording passes took 0.50 s" in headline(summary | {"errors": []})
+    assert not [line for line in headline(summary | {"errors": []}) if "replay" in line]
 
 
 def test_prediction():
