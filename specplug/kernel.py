@@ -68,11 +68,10 @@ class FewRows(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]  # past the look-ups of a module's own, here and below
         bias = self._parameters["bias"]
-        # A prompt's pass need not take the way through an operator, which is there for recordings: they are for any width.
-        many = input.shape[:-1].numel() > MAX_ROWS and torch._C._get_tracing_state() is None
-        if many or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return nn.functional.linear(input, weight, bias)
-        return torch.ops.specplug.few_rows(input, weight, bias)
+        result = _operator(input, weight, bias)
+        return nn.functional.linear(input, weight, bias) if result is None else result  # which says what is wrong
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (nn.Linear,), vars(self)
@@ -118,34 +117,41 @@ def _serves(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `F.linear` returns."""
-    num_out, num_in = weight.shape
-    num_rows = x.numel() // num_in
-    threads = torch.get_num_threads()
-    product = _compiled(weight.dtype, threads)
-    if isinstance(product, str) or x.dtype is not weight.dtype or not 1 <= num_rows <= most_rows(x.dtype):
+    product = _compiled(weight.dtype, torch.get_num_threads())
+    if isinstance(product, str) or x.dtype is not weight.dtype or x.size(-1) != weight.size(1):
         return nn.functional.linear(x, weight, bias)
+    if not 1 <= x.numel() // weight.size(1) <= most_rows(x.dtype):
+        return nn.functional.linear(x, weight, bias)
+    return _multiplied(product, x, weight, bias)
+
+
+def _multiplied(product: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_out, num_in = weight.shape
     out, rows = x.new_empty(*x.shape[:-1], num_out), x.contiguous()
-    if threads > 1 and num_out * num_in * x.itemsize < MIN_SHARED:
-        threads = 1
+    threads = 1 if num_out * num_in * x.itemsize < MIN_SHARED else torch.get_num_threads()
     to_add = 0 if bias is None else bias.data_ptr()
-    product(rows.data_ptr(), weight.data_ptr(), to_add, out.data_ptr(), num_rows, num_in, num_out, threads)
+    addresses = rows.data_ptr(), weight.data_ptr(), to_add, out.data_ptr()
+    product(*addresses, x.numel() // num_in, num_in, num_out, threads)
     return out
 
 
-# An operator of torch, so that capture.py can write it down.
+# Operators of torch, so that capture.py can write them down. The first is in Python; the second is boxed.py's.
+SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 LIBRARY = torch.library.Library("specplug", "FRAGMENT")
-LIBRARY.define("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIBRARY.define(f"few_rows{SCHEMA}")
+LIBRARY.define(f"few_rows_boxed{SCHEMA}")
 LIBRARY.impl("few_rows", _few_rows, "CPU")
+_operator: Any = torch.ops.specplug.few_rows.default  # what layers call
 
 
 @functools.cache
 def _compiled(dtype: torch.dtype, threads: int) -> Callable[..., None] | str:
     """Compiled and checked once a process for each dtype and number of threads; or the reason why there is none."""
     try:
-        from specplug import skinny
+        from specplug import skinny, tiles
     except ImportError as error:
         return f"numba cannot be imported ({first_line(error)})"
-    if DTYPES.index(dtype) not in skinny.DTYPES:
+    if DTYPES.index(dtype) not in tiles.DTYPES:
         return f"this processor does not convert {str(dtype).removeprefix('torch.')}"
     if threads > 1 and skinny.openmp() is None:
         return (
@@ -159,13 +165,34 @@ def _compiled(dtype: torch.dtype, threads: int) -> Callable[..., None] | str:
         log.warning("specplug: the linear layer for a few rows is left out, it does not compile: %s", first_line(error))
         return f"it does not compile here ({first_line(error)})"
     if difference > TOLERANCE:
+        tiles.STATE[tiles.RUN + DTYPES.index(dtype)] = 0
         log.warning(
             "specplug: the linear layer for a few rows is left out, in %s it differs from torch's by %.1e",
             str(dtype).removeprefix("torch."),
             difference,
         )
         return f"it computes something else than torch here (by {difference:.1e})"
+    _choose(product, dtype)
     return product
+
+
+def _choose(product: Callable[..., None], dtype: torch.dtype) -> None:
+    """From now on layers call the operator that needs no Python, if it can be had and returns the same, bit by bit."""
+    global _operator
+    from specplug import boxed
+
+    operator, reference = boxed.operator(), torch.ops.specplug.few_rows.default
+    if operator is None:
+        return
+    x, weight, bias = (torch.linspace(-1, 1, size, dtype=torch.float64).to(dtype) for size in (384, 2880, 45))
+    x, weight = x.view(64, 2, 3).permute(1, 2, 0), weight.view(45, 64)
+    same = all(
+        torch.equal(operator(*each), _multiplied(product, *each))
+        for each in ((x, weight, bias), (x.contiguous(), weight, bias), (x[0, :1], weight, None))
+    )
+    if not same:
+        log.warning("specplug: the linear layer for a few rows goes through Python, where it returns what it should")
+    _operator = operator if same else reference
 
 
 @functools.cache
@@ -176,7 +203,6 @@ def most_rows(dtype: torch.dtype) -> int:
     return skinny.MOST_ROWS[DTYPES.index(dtype)]
 
 
-@functools.cache
 def _product(dtype: torch.dtype) -> Callable[..., None]:
     from specplug import skinny
 

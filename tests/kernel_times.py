@@ -10,7 +10,6 @@ turns, and of these the median. On a machine that does other things, compare wit
 import argparse
 import statistics
 import time
-from unittest import mock
 
 import torch
 from torch import nn
@@ -29,10 +28,6 @@ SHAPES = [
     "151936x1536",
 ]
 POOL = 160 << 20  # bytes
-
-
-def ours(x, weight):
-    return kernel._few_rows(x, weight, None)
 
 
 def quickest(pieces, calls, seconds):
@@ -74,10 +69,10 @@ def main():
         calls = []
         for rows in options.rows:
             x = torch.randn(rows, num_in).to(dtype)
-            for way in (nn.functional.linear, ours):
-                calls.append(lambda weight, way=way, x=x: way(x, weight))
-        # also with more rows than it is used for
-        with torch.inference_mode(), mock.patch.object(kernel, "most_rows", lambda dtype: kernel.MAX_ROWS):
+            calls.append(lambda weight, x=x: nn.functional.linear(x, weight))
+            # also with more rows than it is used for
+            calls.append(lambda weight, x=x: kernel._multiplied(product, x, weight, None))
+        with torch.inference_mode():
             times = [each * num_out / part for each in quickest(pieces, calls, options.seconds)]
         for i, rows in enumerate(options.rows):
             one, own = times[2 * i : 2 * i + 2]

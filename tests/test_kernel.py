@@ -21,12 +21,15 @@ from conftest import make_model, noisy_copy, prompt
 from torch import nn
 
 import specplug
-from specplug import kernel, skinny
+from specplug import boxed, kernel, skinny, tiles
 
 
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch):
     monkeypatch.setattr(kernel, "MIN_WEIGHTS", 1)
+
+
+OPERATORS = ("few_rows", *(["few_rows_boxed"] if boxed.operator() else []))
 
 
 @contextlib.contextmanager
@@ -44,38 +47,37 @@ def linear(num_in=64, num_out=30, **options):
     return nn.Linear(num_in, num_out, **options)
 
 
-@pytest.fixture(params=[False, True], ids=["intel", "zen"])
-def zen(request, monkeypatch):
-    """Plans are those of such a processor, whatever the machine is: what they ask for is compiled on all."""
-
-    def forget():
-        skinny.plan.cache_clear()
-        skinny._OWN.tasks.clear()
-
-    monkeypatch.setattr(skinny, "_ZEN", request.param)
-    forget()
-    yield request.param
-    monkeypatch.undo()
-    forget()
+@pytest.fixture
+def all_shared(monkeypatch):
+    """Threads share layers of any size."""
+    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+    tiles.STATE[tiles.SHARED] = 1
+    yield
+    tiles.STATE[tiles.SHARED] = 1 << 19
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("zen", [False, True])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
-def test_the_product_is_torchs(dtype, threads, zen):
-    assert (skinny.plan(0, 1, 36).chains > 1) == zen
-    product = kernel._product(dtype)
-    assert kernel.self_check(product, dtype, threads) < 1e-6
-    assert kernel._compiled(dtype, threads) is product
+def test_the_product_is_torchs(dtype, zen, threads):
+    """With the plans of such a processor, whatever the machine is: what they ask for is compiled on all."""
+    assert (skinny.plan(1, 36, 1, zen).chains > 1) == zen
+    try:
+        assert kernel.self_check(skinny.product(kernel.DTYPES.index(dtype), zen), dtype, threads) < 1e-6
+    finally:
+        kernel._product(dtype)
+    assert callable(kernel._compiled(dtype, threads))
 
 
+@pytest.mark.parametrize("zen", [False, True])
 def test_every_plan_has_its_tiles(zen):
-    for dtype in skinny.DTYPES:
+    for vectors in (1, 2):
         for rows in range(1, kernel.MAX_ROWS + 1):
             for steps in [*range(1, 40), *(int(1.3**power) for power in range(14, 40))]:
-                how = skinny.plan(dtype, rows, steps)
-                tiles = -(-rows // how.max_x)
-                for num_x in {rows // tiles, -(-rows // tiles)}:
-                    assert (how.num_w, num_x, how.chains) in skinny.TILES
+                how = skinny.plan(rows, steps, vectors, zen)
+                parts = -(-rows // how.max_x)
+                for num_x in {rows // parts, -(-rows // parts)}:
+                    assert (how.num_w, num_x, how.chains) in tiles.TILES
                 assert how.block <= skinny.BLOCK and how.block % how.num_w == 0 and skinny.BLOCK % how.num_w == 0
                 assert 1 <= how.block_steps <= steps
                 # tiles of several chains begin and end a row
@@ -129,8 +131,7 @@ def test_the_self_check_finds_a_wrong_product(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
-def test_threads_change_no_bit(dtype, monkeypatch):
-    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+def test_threads_change_no_bit(dtype, all_shared):
     module = linear(96, 301, dtype=dtype).requires_grad_(False)
     for rows in (1, 2, 5, 9, 17):
         if rows > kernel.most_rows(dtype):
@@ -144,8 +145,7 @@ def test_threads_change_no_bit(dtype, monkeypatch):
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_python_threads_with_threads_of_their_own(monkeypatch):
-    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+def test_python_threads_with_threads_of_their_own(all_shared):
     module = linear(96, 301).requires_grad_(False)
     inputs = [torch.randn(3, 96) for _ in range(4)]
 
@@ -162,8 +162,7 @@ def test_python_threads_with_threads_of_their_own(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_does_not_wait_for_threads_it_has_not(monkeypatch):
-    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+def test_a_forked_child_does_not_wait_for_threads_it_has_not(all_shared):
     module, x = linear(96, 301).requires_grad_(False), torch.randn(3, 96)
     kernel._compiled.cache_clear()  # nor does it have what compares with torch, whose products would wait, too
     with torch.no_grad(), torch_threads(2), kernel.swapped("auto", module):
@@ -184,10 +183,15 @@ def test_other_processors():
         python = [sys.executable, "-c", code]
         return subprocess.run(python, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
-    check = "print(skinny.LANES, skinny._PAIRS, *(kernel.self_check(kernel._product(d), d, 2) < 1e-6 for d in kernel.DTYPES))"
-    code = f"from specplug import kernel, skinny\n{check}"
-    assert found(code, "haswell", "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2") == ["8", "False", "True", "True", "True"]
-    assert found("from specplug import skinny; print(*skinny.DTYPES)", "generic", "+sse2") == ["0", "1"]
+    code = """
+import torch
+from specplug import boxed, kernel, tiles
+right = all(kernel.self_check(kernel._product(dtype), dtype, 2) < 1e-6 for dtype in kernel.DTYPES)
+usual = boxed.operator() or torch.ops.specplug.few_rows.default
+print(tiles.LANES, tiles._PAIRS, right, callable(kernel._compiled(torch.float32, 1)) and kernel._operator is usual)
+"""
+    assert found(code, "haswell", "+avx,+avx2,+fma,+f16c,+sse4.2,+bmi,+bmi2") == ["8", "False", "True", "True"]
+    assert found("from specplug import tiles; print(*tiles.DTYPES)", "generic", "+sse2") == ["0", "1"]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 4), (1, 17), (17,), ()])
@@ -278,29 +282,23 @@ def test_a_call_swaps_and_gives_back(monkeypatch):
     assert not any(type(module) is kernel.FewRows for module in target.modules())
 
 
+@pytest.mark.parametrize("through", OPERATORS)
 @pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 1)])
-def test_recorded_passes_take_it(dtype, threads, monkeypatch):
-    monkeypatch.setattr(kernel, "MIN_SHARED", 1)
+def test_recorded_passes_take_it(dtype, threads, through, monkeypatch):
+    assert callable(kernel._compiled(dtype, threads))
+    monkeypatch.setattr(kernel, "_operator", getattr(torch.ops.specplug, through).default)
     monkeypatch.setattr(test_capture.capture, "USES_BEFORE", 0)
-    calls = {"modules": 0, "products": 0}
-    forward, product = kernel.FewRows.forward, kernel._compiled(dtype, threads)
-
-    def counted_forward(*args):
-        calls["modules"] += 1
-        return forward(*args)
-
-    def counted_product(*args):
-        calls["products"] += args[-1] == threads
-        return product(*args)
-
-    monkeypatch.setattr(kernel.FewRows, "forward", counted_forward)
-    monkeypatch.setattr(kernel, "_compiled", lambda *_: counted_product)
+    modules = []
+    forward = kernel.FewRows.forward
+    monkeypatch.setattr(kernel.FewRows, "forward", lambda *args: modules.append(args[0]) or forward(*args))
     model = make_model().to(dtype)
     with torch_threads(threads), kernel.swapped("auto", model):
         widths = [1, 1, 1, 3, 3, 1, 3]
-        recorded = test_capture.run(model, widths)
+        with torch.profiler.profile() as profile:
+            recorded = test_capture.run(model, widths)
         assert test_capture.recordings(model) == {1, 3}
-        assert calls["products"] > calls["modules"] > 0, "a replay has no modules"
+        counts = {each.key: each.count for each in profile.key_averages()}
+        assert counts[f"specplug::{through}"] > len(modules) > 0, "a replay has no modules"
         assert test_capture.same(recorded, test_capture.run(model, widths, "off"))
 
 
@@ -353,6 +351,7 @@ def test_a_copy_made_during_a_call_is_a_plain_model():
 
 
 def test_beyond_the_rows_at_which_torch_is_quicker_it_is_torchs(monkeypatch):
+    assert callable(kernel._compiled(torch.float32, torch.get_num_threads()))  # which compares with torch's
     monkeypatch.setitem(skinny.MOST_ROWS, kernel.DTYPES.index(torch.float32), 3)
     kernel.most_rows.cache_clear()
     asked = []
