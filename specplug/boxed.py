@@ -246,7 +246,7 @@ def _install() -> Any:
         for place, text in _TEXTS.items():
             STATE[place] = ctypes.addressof(text)
         codes = tuple(getattr(library, f"aoti_torch_dtype_{name}")() for name in ("float32", "bfloat16", "float16"))
-        most_rows = tuple(MOST_ROWS[dtype] for dtype in range(len(codes)))
+        most_rows = tuple(MOST_ROWS.get(dtype, 0) for dtype in range(len(codes)))
         kernel = _compile(codes, most_rows, library.aoti_torch_device_type_cpu(), VERSION)
         handle = ctypes.c_void_p()
         where = __file__.encode(), ctypes.c_uint32(0)

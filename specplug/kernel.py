@@ -3,7 +3,7 @@
 A target pass over five positions should cost about what one costs, since the weights are read once either way. torch's own
 `F.linear` does not keep that promise (docs/algorithm.md has figures), and its product with a single row does not read
 memory as fast as it could. This one reads each weight once and feeds all rows. It serves plain `nn.Linear` modules in fp32,
-bf16 and fp16 on the CPU, without hooks, for 1 to MAX_ROWS rows, or fewer where torch is quicker; everything else stays torch's.
+bf16 and fp16 on the CPU, without hooks, for as many rows as it is quicker for; everything else stays torch's.
 It takes as many threads as torch has, and they are torch's own: those of the OpenMP that torch has loaded, so that none wait
 beside them. Results differ from torch's by rounding, as torch's own do between batch shapes, and do not depend on the number of
 threads.
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 KERNELS = tuple(each.value for each in Kernel)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_ROWS = 17
 MIN_WEIGHTS = 1 << 14  # below this many weights the call costs more than it saves
 MIN_SHARED = 1 << 19  # bytes of weights; with fewer, one thread is done before the others have begun
+MOST_CHECKED = 40  # rows
 TOLERANCE = 1e-4  # of the self-check, relative to the length of rows and weights
 
 
@@ -212,20 +212,21 @@ def _product(dtype: torch.dtype) -> Callable[..., None]:
 def self_check(product: Callable[..., None], dtype: torch.dtype, threads: int) -> float:
     """Largest difference from the exact product, its rounding to `dtype` aside, relative to the lengths.
 
-    Over every number of rows, and shapes that take every way through the product: short and long rows, numbers of outputs
-    that divide by nothing, more of them than a thread takes at a time; with a bias and without.
+    Over every number of rows that are multiplied at once, and two that are not, and shapes that take every way through the
+    product: short and long rows, numbers of outputs that divide by nothing, more of them than a thread takes at a time; with a
+    bias and without.
     """
     generator = torch.Generator().manual_seed(0)
     largest = torch.zeros((), dtype=torch.float64)
     for num_out, num_in, biased in ((9, 32, True), (67, 160, False), (149, 576, True), (37, 8192, False)):
-        x, weight = (torch.randn((n, num_in), generator=generator).to(dtype) for n in (MAX_ROWS, num_out))
+        x, weight = (torch.randn((n, num_in), generator=generator).to(dtype) for n in (MOST_CHECKED, num_out))
         bias = torch.randn(num_out, generator=generator).to(dtype) if biased else None
         exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
         scale = x.double().norm(dim=-1)[:, None] * weight.double().norm(dim=-1)
         rounding = torch.finfo(dtype).eps / 2 * exact.abs()
-        out = torch.empty((MAX_ROWS, num_out), dtype=dtype)
+        out = torch.empty((MOST_CHECKED, num_out), dtype=dtype)
         addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        for num_rows in range(1, MAX_ROWS + 1):
+        for num_rows in (*range(1, 19), 25, MOST_CHECKED):
             out.fill_(float("nan"))
             product(*addresses, out.data_ptr(), num_rows, num_in, num_out, threads)
             difference = ((out - exact).abs() - rounding)[:num_rows] / scale[:num_rows]

@@ -1,4 +1,5 @@
-"""x @ w.T + bias for a few rows of x, compiled by numba: each weight is read from memory once, whatever the number of rows.
+"""x @ w.T + bias for a few rows of x, compiled by numba: each weight is read from memory once for up to
+18 rows.
 
 The unit is a tile (tiles.py): a few rows of weights times a few rows of x. How rows come to tiles is a plan, by the number of
 rows and their length: what takes time is memory, and it is quickest where it is read in order.
@@ -17,9 +18,9 @@ import numba
 from numba import types
 from numba.extending import register_jitable
 
-from specplug.kernel import MAX_ROWS
 from specplug.tiles import (
     BFLOAT16,
+    DTYPES,
     FEATURES,
     FLOAT16,
     FLOAT32,
@@ -33,6 +34,7 @@ from specplug.tiles import (
     STATE,
     VECTOR,
     VERSION,
+    WIDE,
     WORK,
     ZEN,
     address_of,
@@ -48,8 +50,12 @@ from specplug.tiles import (
     words,
 )
 
-# With tiles of its own a processor multiplies any few rows of bf16 as fast as one; there torch's product is the quicker one beyond.
-MOST_ROWS = {FLOAT32: MAX_ROWS, BFLOAT16: 6 if "+amx-bf16" in FEATURES else MAX_ROWS, FLOAT16: MAX_ROWS}
+AT_ONCE = 18  # rows of x, at most; more are multiplied in parts, which read the weights anew
+# Where torch's product is the quicker one for more (tests/kernel_times.py). In fp16 torch's is slow on AMD's Zen for any number.
+# With tiles of its own an Intel multiplies any few rows of bf16 as fast as one. Beyond what was tried it is torch's.
+MOST_ROWS = {FLOAT32: 96, BFLOAT16: 96, FLOAT16: 1 << 20} if ZEN and WIDE else dict.fromkeys(DTYPES, 17)
+if "+amx-bf16" in FEATURES:
+    MOST_ROWS[BFLOAT16] = 6
 NEAR = 28 << 10  # bytes of x that the nearest cache holds beside a stream of weights
 FAR = 384 << 10  # the same of the second cache
 BLOCK = 32  # rows of weights that share a block of x where all of it is more
@@ -78,7 +84,7 @@ def plan(num_rows: int, num_steps: int, vectors: int, zen: bool) -> Plan:
     return Plan(2 if 3 <= num_rows <= 5 else NUM_W, MAX_X, 1, BLOCK, -(-num_steps // blocks), 0)
 
 
-TASK, SUMS = 17, BLOCK * MAX_ROWS * VECTOR // 8  # whole numbers
+TASK, SUMS = 17, BLOCK * AT_ONCE * VECTOR // 8  # whole numbers
 PACK, MULTIPLY = 1, 2
 
 
@@ -157,25 +163,30 @@ def _compile(dtype: int, zen: bool) -> tuple[Any, Any]:
     def run(x, w, bias, out, num_rows, num_in, num_out, threads):  # type: ignore[no-untyped-def]
         if version == 0:
             return 1
-        room = malloc(num_rows * num_in * 4 + LINE)  # for rows of x as tiles want them
+        parts = (num_rows + AT_ONCE - 1) // AT_ONCE
+        most = (num_rows + parts - 1) // parts
+        room = malloc(most * num_in * 4 + LINE)  # for rows of x as tiles want them
         if room == 0:
             return 1
-        num_steps = num_in * size // VECTOR
-        how = plan(num_rows, num_steps, vectors, zen)
+        at, num_steps, done = words(TASK), num_in * size // VECTOR, 0
         shared = threads > 1 and state(PARALLEL) != 0
-        at = words(TASK)
         task = numba.carray(pointer(at), (TASK,))
-        task[0], task[1], task[2], task[3], task[4], task[5] = 0, PACK, x, w, bias, out
-        task[6], task[7], task[8], task[9] = (room + LINE - 1) // LINE * LINE, num_rows, num_steps, num_out
-        task[10] = (num_out + 4 * threads * BLOCK - 1) // (4 * threads * BLOCK) * BLOCK if shared else num_out
-        task[11], task[12], task[13] = how.num_w, how.max_x, how.chains
-        task[14], task[15], task[16] = how.block, how.block_steps, how.in_order
-        call(state(WORK + dtype), (at,))
-        task[1] = MULTIPLY
-        if shared:
-            call(state(PARALLEL), (state(WORK + dtype), at, threads, 0))
-        else:
+        for part in range(parts):
+            rows = (num_rows - done + parts - part - 1) // (parts - part)
+            how = plan(rows, num_steps, vectors, zen)
+            task[0], task[1], task[2], task[3], task[4] = 0, PACK, x + done * num_in * size, w, bias
+            task[5], task[6] = out + done * num_out * size, (room + LINE - 1) // LINE * LINE
+            task[7], task[8], task[9] = rows, num_steps, num_out
+            task[10] = (num_out + 4 * threads * BLOCK - 1) // (4 * threads * BLOCK) * BLOCK if shared else num_out
+            task[11], task[12], task[13] = how.num_w, how.max_x, how.chains
+            task[14], task[15], task[16] = how.block, how.block_steps, how.in_order
             call(state(WORK + dtype), (at,))
+            task[1] = MULTIPLY
+            if shared:
+                call(state(PARALLEL), (state(WORK + dtype), at, threads, 0))
+            else:
+                call(state(WORK + dtype), (at,))
+            done += rows
         free(room)
         return 0
 
@@ -198,7 +209,7 @@ def product(dtype: int, zen: bool = ZEN) -> Callable[..., None]:
     """Compiles, or reads what was compiled before.
 
     Returns a function of addresses (x, w, bias or 0, out), sizes (M, K, N) and threads: x (M, K), w (N, K), bias (N),
-    out (M, N), all of `dtype` and C-contiguous, 1 <= M <= MAX_ROWS, N >= 8, rows of full lines.
+    out (M, N), all of `dtype` and C-contiguous, M >= 1, N >= 8, rows of full lines.
     """
     run, work = _compile(dtype, zen)
     STATE[PARALLEL] = openmp() or 0

@@ -29,14 +29,14 @@ FLOAT32, BFLOAT16, FLOAT16 = range(3)  # a dtype, here
 _, _CPU, _LISTED = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = set(_LISTED.split(","))
 ZEN = _CPU.startswith("znver")
-_WIDE = "+avx512f" in FEATURES
-_PAIRS = _WIDE and "+avx512bf16" in FEATURES  # multiplies bf16 as it is, in pairs
+WIDE = "+avx512f" in FEATURES
+_PAIRS = WIDE and "+avx512bf16" in FEATURES  # multiplies bf16 as it is, in pairs
 DTYPES = (FLOAT32, BFLOAT16, *([FLOAT16] if "+f16c" in FEATURES or platform.machine() in ("arm64", "aarch64") else []))
 
-LANES = 16 if _WIDE else 8  # sums in a register
+LANES = 16 if WIDE else 8  # sums in a register
 VECTOR = LANES * 4  # bytes of a register, and of a row of weights that a step takes
 LINE = 64  # bytes: rows of weights have to be full lines
-NUM_W, MAX_X = (4, 6) if _WIDE else (2, 5)  # of a tile, so that sums and what is loaded for a step are registers
+NUM_W, MAX_X = (4, 6) if WIDE else (2, 5)  # of a tile, so that sums and what is loaded for a step are registers
 # Bytes that a row of weights is fetched ahead into the nearest cache: with more than one row of x its products wait in a queue that is
 # soon full. This, and what three tiles do, was tried on Intel's Emerald Rapids; not on AMD's Zen.
 SOON = 0 if ZEN else 16 * VECTOR

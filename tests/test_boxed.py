@@ -41,7 +41,7 @@ def test_layers_take_it():
 def test_the_same_bits(dtype, threads, all_shared):  # noqa: F811
     few_rows = operator(dtype)
     with torch_threads(threads):
-        for shape in [(), (1,), (1, 1), (2, 3), (1, 17), (1, 18), (0,), (2, 0, 3), (1,) * 6 + (5,)]:
+        for shape in [(), (1,), (1, 1), (2, 3), (1, 17), (1, 19), (4, 9), (2, 60), (0,), (2, 0, 3), (1,) * 6 + (5,)]:
             for num_in, num_out in ((64, 9), (64, 30), (160, 67), (576, 301)):
                 weight, biases = made(num_out, num_in, dtype=dtype), (None, made(num_out, dtype=dtype))
                 for bias in biases:
@@ -58,7 +58,7 @@ def test_what_is_not_its_own_is_torchs():
         "it rounds otherwise: the rest of this test can fail"
     )
     others = [
-        (made(18, 64), weight, bias),
+        (made(97, 64), weight, bias),
         (made(*[1] * 8, 3, 64), weight, bias),  # dimensions
         (made(3, 62), made(30, 62), bias),  # rows that are no full lines
         (x, made(7, 64), None),
