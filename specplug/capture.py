@@ -64,12 +64,12 @@ class Capture:
         self.not_replayed: Counter[str] = Counter()  # as `Stats` has it
         self._opened: list[Any] = []
 
-    def count(self, model: PreTrainedModel, replayed: bool, reason: str | None = None) -> None:
-        """A pass. `reason`: why it was no replay, and never will be one."""
-        self.num_passes += 1
-        self.num_replayed += replayed
+    def count(self, model: PreTrainedModel, replayed: bool, reason: str | None = None, num: int = 1) -> None:
+        """So many passes. `reason`: why they were no replays, and never will be."""
+        self.num_passes += num
+        self.num_replayed += num * replayed
         if reason is not None:
-            self.not_replayed[f"{type(model).__name__}: {reason}"] += 1
+            self.not_replayed[f"{type(model).__name__}: {reason}"] += num
 
     def add_to(self, stats: Stats) -> None:
         stats.seconds_capture += self.seconds

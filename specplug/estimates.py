@@ -1,5 +1,6 @@
 """What an adaptive schedule estimates: how many drafts are kept, and what a round costs. Counts and seconds, no models."""
 
+import bisect
 import math
 from collections import defaultdict, deque
 from statistics import median
@@ -81,7 +82,7 @@ class Costs:
         if num_drafts in self.known:
             return self.known[num_drafts]
         widths = sorted(self.known)
-        above = next((k for k, width in enumerate(widths) if width > num_drafts), len(widths) - 1)
-        low, high = widths[max(above - 1, 0)], widths[max(above, 1)]
+        above = min(max(bisect.bisect(widths, num_drafts), 1), len(widths) - 1)
+        low, high = widths[above - 1], widths[above]
         slope = (self.known[high] - self.known[low]) / (high - low)
         return self.known[low] + max(slope, 0.0) * (num_drafts - low)

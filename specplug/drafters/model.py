@@ -19,7 +19,7 @@ from specplug.drafters import OfSessions, OneRow, Proposal, Request, RowProposal
 from specplug.drafters.fixed_model import FixedDraft
 from specplug.drafters.forward import Forward
 from specplug.drafters.growth import Growth
-from specplug.drafters.step import Step
+from specplug.drafters.step import Drawn, Step
 from specplug.fixed import why_not
 from specplug.models import context_length
 from specplug.tree import Shape, Tree, attention_mask
@@ -84,20 +84,23 @@ class ModelSession(Forward):
         needs_text = not warp.all_pointwise(self.request.processors)
         new = text[:, self.num_cached :]  # the first pass catches up with all that was committed since
         self.num_cached = self.num_text - new.shape[1]
-        for _ in range(self.room(self.num_text, gamma)):
+        most = self.room(self.num_text, gamma)
+        while len(tokens) < most:
             if new.shape[1] == 1 and self._recorded():
-                token = self._by_step(new, probs)
+                drawn, by_step, num_fed = self._by_steps(new, most - len(tokens))
+                probs += by_step
+                stopped = len(drawn) < num_fed
             else:
                 scores = warp.process_draft(self.request.processors, text, self._forward(new))
-                drawn = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
-                token = None if drawn is None else drawn[:, None]
-            self.num_cached += new.shape[1]
-            if token is None:
+                token = self._draw(scores, probs, [self.request.row], [self.num_text + len(tokens)])
+                drawn, num_fed, stopped = [] if token is None else [token[:, None]], new.shape[1], token is None
+            tokens += drawn
+            self.num_cached += num_fed
+            if stopped:
                 break
-            new = token
-            tokens.append(new)
+            new = drawn[-1]
             if needs_text:
-                text = torch.cat([text, new], dim=1)
+                text = torch.cat([text, *drawn], dim=1)
         if not tokens:
             return Proposal(ids.new_empty((1, 0)), None)
         drafted = torch.cat(tokens, dim=1).to(ids.device)
@@ -113,24 +116,16 @@ class ModelSession(Forward):
             )
         return self._step.serves(self.cache)
 
-    def _by_step(self, new: Tensor, probs: list[Tensor]) -> Tensor | None:
-        """The draft behind `new`, (1, 1), and what it was drawn from; None if the judge does not want it."""
+    def _by_steps(self, new: Tensor, most: int) -> Drawn:
+        """At most so many drafts behind `new`, (1, 1)."""
         assert self._step is not None
         num_steps, started, before = self.num_steps, self.clock.now(), self.request.capture.seconds
         with torch.inference_mode():
-            drawn = self._step(new, self.cache)
-        if self.num_steps == num_steps:  # it was not a pass of Python's, which counts itself
-            self.num_steps += 1
+            drawn = self._step(new, self.cache, most)
+        if self.num_steps == num_steps:  # they were no passes of Python's, which count themselves
+            self.num_steps += drawn.num_fed
             self.clock.add(started, self.request.capture.seconds - before)
-        if (
-            drawn.highest is not None
-            and self.request.judge is not None
-            and not self.request.judge(drawn.highest.item())
-        ):
-            return None
-        if drawn.probs is not None:
-            probs.append(drawn.probs)
-        return drawn.token
+        return drawn
 
     def observe(self, num_accepted: int) -> None:
         """The cache holds the drafts that were fed, which the last one was not; keep those that the target kept."""

@@ -23,10 +23,12 @@ MOST = 16
 
 
 class Drawn(NamedTuple):
-    token: Tensor  # (1, 1)
-    positions: Tensor  # (1, 1) its place in the text
-    highest: Tensor | None  # (1,) the highest probability, where there is somebody to judge by it
-    probs: Tensor | None  # (1, V) what it was drawn from, when sampling
+    """What steps drew, in order. `num_fed`: tokens that are in the cache since; one more than there are drafts where the last step's was
+    not wanted."""
+
+    tokens: list[Tensor]  # (1, 1) each
+    probs: list[Tensor]  # (1, V) each, what they were drawn from, when sampling
+    num_fed: int
 
 
 class Step:
@@ -48,35 +50,57 @@ class Step:
         if recordable and processors is not None and request.noise is None and not request.min_confidence:
             key = "step", request.do_sample, request.judge is not None, request.vocab_size, processors
             self.recording = passes.recording(key, True, MOST)
-        self._last: Drawn | None = None
 
     def serves(self, cache: Any) -> bool:
         """Else its passes alone may be recorded."""
         return self.recording is not None and not self.recording.refused and served(cache)
 
-    def __call__(self, new: Tensor, cache: Any) -> Drawn:
-        """The draft behind `new`, (1, 1), which stands behind what `cache` holds. To be called in inference mode."""
-        last, recording = self._last, self.recording
+    def __call__(self, new: Tensor, cache: Any, most: int) -> Drawn:
+        """At most so many drafts behind `new`, (1, 1), which stands behind what `cache` holds: as many as the judge wants, or one as
+        long as the recording is not ready. To be called in inference mode."""
+        recording, passes = self.recording, self.passes
         assert recording is not None
-        follows = last is not None and last.token is new  # else its place has to be counted
-        inputs = [new, last.positions if last is not None and follows else torch.full_like(new, cache.get_seq_length())]
-        if self.request.do_sample:
-            inputs.append(torch.rand((1, 1), dtype=torch.float64, device=new.device))
         rooms: Rooms = cache.layers[0].rooms
-        if recording.ready:
-            self.passes.capture.count(self.passes.model, True)
-            found = recording.run([*inputs, *rooms.lengthen(1)], self.passes.weights)
-        else:
-            found = self.passes.compared(
+        length = cache.get_seq_length()
+        positions = torch.full_like(new, length)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        if not recording.ready:
+            inputs = [new, positions, *self._points(new)]
+            found = passes.compared(
                 recording, 1, inputs, cache, self._record, lambda: self._drawn(self.logits_of(new), *inputs[1:])
             )
-        token, positions, *more = found
-        highest = more.pop(0) if self.request.judge is not None else None
-        self._last = Drawn(token, positions, highest, more[0] if more else None)
-        return self._last
+            self._wanted(found, tokens, probs)
+            return Drawn(tokens, probs, 1)
+        token, num_fed, goes_on = new, 0, True
+        rooms.make_room(length + most)
+        while goes_on and num_fed < most:
+            num_fed += 1
+            inputs = [token, positions, *self._points(new), *rooms.held(length + num_fed)]
+            found = recording.run(inputs, passes.weights)
+            token, positions = found[:2]
+            goes_on = self._wanted(found, tokens, probs)
+        rooms.lengthen(num_fed)
+        passes.capture.count(passes.model, True, num=num_fed)
+        return Drawn(tokens, probs, num_fed)
+
+    def _points(self, new: Tensor) -> list[Tensor]:
+        """The random number that a draft is drawn by, (1, 1)."""
+        return [torch.rand((1, 1), dtype=torch.float64, device=new.device)] if self.request.do_sample else []
+
+    def _wanted(self, found: Any, tokens: list[Tensor], probs: list[Tensor]) -> bool:
+        """Whether the judge wants the draft that `_drawn` found; then it is added to `tokens`, and what it was drawn from to `probs`."""
+        token, _, *more = found
+        judge = self.request.judge
+        if judge is not None and not judge(more.pop(0).item()):
+            return False
+        tokens.append(token)
+        probs += more
+        return True
 
     def _drawn(self, logits: Tensor, positions: Tensor, point: Tensor | None = None) -> list[Tensor]:
-        """The draft behind (1, V) logits, and what goes with it, as `Drawn` has it, without what is None."""
+        """The draft behind (1, V) logits, (1, 1), and its place in the text. Then, where there is somebody to judge by it, the highest
+        probability, (1,); when sampling, what it was drawn from, (1, V)."""
         scores = warp.process_draft(self.request.processors, positions, logits)
         judged = self.request.judge is not None
         if point is None and not judged:
