@@ -1,7 +1,7 @@
 """Passes of one sequence, recorded once for one position and once for several, and replayed without the Python in between.
 
 A third to a half of the time of a small model's pass is Python: modules, decorators, masks; on a GPU that is often more than the
-kernels take. torch's tracer writes down the operations of a pass, and replays them: the same kernels in the same order, so that
+kernels take. torch's tracer writes down the operations of a pass, and replays them: the same arithmetic in the same order, so that
 results are equal bit by bit. That is checked before a recording is used, and at each width anew; a model for which it does not
 hold, or which branches on values, runs as usual. torch recommends `torch.compile` instead, which on the CPU needs a C++ compiler,
 takes minutes, and rounds differently. Where a later torch has no tracer, nothing is recorded.

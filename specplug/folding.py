@@ -17,6 +17,7 @@ from specplug.config import first_line
 log = logging.getLogger(__name__)
 
 END = 2**63 - 1  # of a slice without one
+PASSES: list[Callable[[Any], None]] = []  # further ones over a graph, which others add: see fused.py
 # What the tracer makes of arithmetic on whole numbers; inputs behind these are scales of 1.
 ARITHMETIC: dict[str, tuple[int, Callable[..., int]]] = {
     "aten::Int": (1, lambda a: a),
@@ -38,6 +39,8 @@ def folded(graph: Any, inputs: Sequence[Tensor], others: Sequence[Tensor]) -> An
     try:
         _fold(changed, inputs, others)
         _share(changed)
+        for change in PASSES:
+            change(changed)
         torch._C._jit_pass_dce(changed)
     except Exception as error:  # whatever another torch makes of a graph
         log.debug("specplug: a recording is left as it is: %s", first_line(error))

@@ -47,6 +47,10 @@ def prepare(kernel: str, model: Any) -> None:
     reason = next((each for each in reasons if isinstance(each, str)), None)
     if reason and kernel == "numba":
         raise ValueError(f"kernel=numba: {reason}; or take kernel=auto, which does what it can")
+    if served and not reason:
+        from specplug import fused
+
+        fused.operators()
 
 
 @contextlib.contextmanager

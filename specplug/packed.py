@@ -92,9 +92,10 @@ def _leave(module: Any) -> None:
 
 
 def _serves(module: Any) -> bool:
-    """An attention module that asks its config for the function, and shares keys and values among queries."""
-    groups = vars(module).get("num_key_value_groups", 1)
-    if not isinstance(groups, int) or groups < 2 or not type(module).__module__.startswith("transformers."):
+    """An attention module that asks its config for the function. Also one that does not share keys and values among queries: a recording
+    then makes its mask once for all layers."""
+    groups = vars(module).get("num_key_value_groups", 0)
+    if not isinstance(groups, int) or groups < 1 or not type(module).__module__.startswith("transformers."):
         return False
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return implementation in ("sdpa", NAME) and not module.training

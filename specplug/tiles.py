@@ -322,6 +322,16 @@ def pointer(context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def pointer32(context, address):  # type: ignore[no-untyped-def]
+    """To fp32 values."""
+
+    def code(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _at(builder, args[0], F32)
+
+    return types.CPointer(types.float32)(address), code
+
+
+@intrinsic
 def call(context, address, arguments):  # type: ignore[no-untyped-def]
     """A function of C, of whole numbers and addresses; what it returns, if that is a whole number."""
 

@@ -10,7 +10,7 @@ import torch
 from test_kernel import all_shared, torch_threads  # noqa: F401
 from torch import nn
 
-from specplug import boxed, kernel, tiles
+from specplug import boxed, fused, kernel, stable, tiles
 
 pytestmark = pytest.mark.skipif(boxed.operator() is None, reason="this torch has not what it takes")
 
@@ -199,6 +199,10 @@ def test_an_older_torch(missing, monkeypatch):
                 raise AttributeError(f"undefined symbol: {name}")
             return getattr(library, name)
 
-    library = ctypes.CDLL(str(boxed.library_path()))
-    monkeypatch.setattr(boxed.ctypes, "CDLL", lambda path: Older())
-    assert boxed._install.__wrapped__() is None
+    library = ctypes.CDLL(str(stable.library_path()))
+    monkeypatch.setattr(stable.ctypes, "CDLL", lambda path: Older())
+    stable.library.cache_clear()
+    try:
+        assert boxed._install.__wrapped__() is None and fused._install.__wrapped__() is None
+    finally:
+        stable.library.cache_clear()

@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import make_model, noisy_copy, prompt
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import specplug
-from specplug import packed
+from specplug import capture, packed
 
 
 class Module(nn.Module):
@@ -127,8 +128,24 @@ def test_it_is_taken_out_after_an_error_and_while_another_thread_is_inside():
     assert all(each.config is config for each, config in zip(attentions(model), configs, strict=True))
 
 
-def test_modules_that_share_no_heads_and_other_kinds_of_attention_are_left_alone():
+def test_other_kinds_of_attention_are_left_alone():
     alone, eager = make_model("gpt2"), grouped()
     eager.set_attn_implementation("eager")
     with packed.swapped("auto", alone, eager):
         assert not packed._INSIDE
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_where_no_heads_are_shared_a_recording_makes_one_mask(kernel):
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64)).eval()
+    ids = prompt(9)
+    expected = model.generate(ids, do_sample=False, max_new_tokens=40)
+    with specplug.attach(model, noisy_copy(model, 0.02), gamma=3, kernel=kernel) as plugin:
+        plugin.record_after = 0
+        assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=40), expected)
+    graphs = [each.replay.graph for each in capture._KNOWN[model][1].values() if each.ready]
+    given = [node for node in graphs[-1].nodes() if node.kind() == "aten::scaled_dot_product_attention"]
+    masks = {node.inputsAt(3).unique(): node.inputsAt(3).type().scalarType() for node in given}
+    assert len(given) == 3 and list(masks.values()) == ["Float" if kernel == "auto" else "Bool"]
