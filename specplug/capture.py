@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -291,8 +291,7 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | str, lis
     weights = [each for module in modules for each in module._parameters.values()]
     buffers = [each for module in modules for each in module._buffers.values()]
     state: list[Any] = [*map(id, weights), *map(id, buffers), {each.dtype for each in weights if each is not None}]
-    for module in modules:
-        state += type(module), type(module).forward, *plain_values(module)
+    state += values_of(modules)
     # Functions of theirs too, in the place of which a caller may put others.
     for name in dict.fromkeys(type(module).__module__ for module in modules):
         state += [each for each in vars(sys.modules[name]).values() if type(each) is FunctionType]
@@ -304,13 +303,23 @@ def _recordings(model: PreTrainedModel) -> tuple[dict[Any, Recording] | str, lis
     return known[1], list(dict.fromkeys(each for each in weights if each is not None))
 
 
-def plain_values(holder: Any) -> list[Any]:
-    """Values that a recording has as constants, as the epsilon of a norm is."""
-    values = vars(holder)
-    found = [value for value in values.values() if type(value) in PLAIN]
-    if "config" in values:
-        found.append(getattr(values["config"], "_attn_implementation", None))  # which packed.py may have changed
+def values_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """What they are, and values that a recording has as constants."""
+    found: list[Any] = []
+    attention: dict[int, Any] = {}  # of a config, which packed.py may have changed; to ask for it takes long
+    for module in modules:
+        found += type(module), type(module).forward, *plain_values(module)
+        config = vars(module).get("config")
+        if config is not None:
+            if id(config) not in attention:
+                attention[id(config)] = getattr(config, "_attn_implementation", None)
+            found.append(attention[id(config)])
     return found
+
+
+def plain_values(holder: Any) -> list[Any]:
+    """As the epsilon of a norm is."""
+    return [value for value in vars(holder).values() if type(value) in PLAIN]
 
 
 def why_not(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:

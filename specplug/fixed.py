@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from specplug.cache import CROPPABLE, NAME, new_draft_cache
-from specplug.capture import Capture, plain_values
+from specplug.capture import Capture, plain_values, values_of
 from specplug.capture import why_not as why_not_recorded
 from specplug.config import first_line
 from specplug.graphs import GRAPHS, Graph, compiled_passes, say_once
@@ -358,8 +358,7 @@ def _state(model: PreTrainedModel) -> list[Any]:
     """What graphs take for granted: where the weights lie, what the modules are, and the numbers that they and the config hold."""
     tensors = [*model.parameters(), *model.buffers()]
     state: list[Any] = [(each.data_ptr(), each.dtype) for each in tensors]
-    for module in model.modules():
-        state += type(module), type(module).forward, *plain_values(module)
+    state += values_of(model.modules())
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         state += plain_values(config)
     return state

@@ -9,8 +9,9 @@ For trees one way, `verify_in_tree`, which goes in order too, but for the traver
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -37,6 +38,7 @@ class Text:
 
     def __init__(self, ids: Tensor) -> None:
         self._buffer, self._prompt, self._written = ids, ids.shape[1], ids.shape[1]
+        self._on_host: Any = None  # the buffer, where a host can write into it
         # Those behind position `_written` are not in the buffer yet: they are written together when somebody asks for the ids.
         self._committed: list[int] = []
 
@@ -48,14 +50,25 @@ class Text:
         old, new = self._written, len(self)
         if old < new:
             if new > self._buffer.shape[1]:
-                self._buffer = torch.cat([self._buffer[:, :old], self._buffer.new_zeros((1, max(new, 64)))], dim=1)
+                self._grow(old + max(new, 64))
             added = self._committed[old - self._prompt :]
-            if self._buffer.device.type == "cpu":  # a tenth of the time that torch takes
-                self._buffer.numpy()[0, old:new] = added
-            else:
+            if self._on_host is None:
                 self._buffer[0, old:new] = to_device(added, self._buffer.device)
+            else:
+                self._on_host[0, old:new] = added
             self._written = new
         return self._buffer[:, : self._written]
+
+    def _grow(self, room: int) -> None:
+        before = self._buffer[:, : self._written]
+        if (
+            before.device.type == "cpu"
+        ):  # numpy's as well, which writes a few tokens in a tenth of the time that torch takes
+            self._on_host = np.zeros((1, room), dtype=str(before.dtype).removeprefix("torch."))
+            self._buffer = torch.from_numpy(self._on_host)
+        else:
+            self._buffer = before.new_zeros((1, room))
+        self._buffer[:, : self._written] = before
 
     def since(self, place: int) -> list[int]:
         """The tokens from there on. Of the prompt they are read from where it is, and else no device is asked."""
@@ -80,9 +93,8 @@ def verify_at_once(
     on the device, (1,) accepted drafts and (1,) next token, before the host waits for it."""
     scores = warp.process_at_once(processors, text.ids, proposal.tokens, logits)  # (1, G + 1, V)
     if not do_sample and begin is None:  # nothing on the device waits for the verdict
-        choices = scores[0].argmax(-1)  # (G + 1,)
-        read = torch.cat([choices, proposal.tokens[0]]).tolist()  # the one host read of the round
-        yield from _walked(read[len(choices) :], read.__getitem__, scores.unbind(1).__getitem__)
+        read = torch.cat([_argmax(scores[0]), proposal.tokens[0]]).tolist()  # the one host read of the round
+        yield from _walked(read[scores.shape[1] :], read.__getitem__, scores.unbind(1).__getitem__)
         return
     if do_sample:
         verified = RULES[rule](proposal.tokens, proposal.probs, warp.to_probs(scores))
@@ -222,6 +234,13 @@ def verify_in_tree(
     for node, token, kept in steps:
         missed: Literal["recovered", "bonus"] = "recovered" if tree.children[node] else "bonus"
         yield Emitted(token, "accepted" if kept else missed, scores[node], node, given.get(node))
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    """(N, V) -> (N,). On the CPU by numpy, in a tenth of the time that torch takes, with the same answer also among equals and with nan."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    return torch.from_numpy(np.from_dlpack(scores).argmax(-1))
 
 
 def _coin(chance: Tensor) -> bool:
